@@ -114,7 +114,7 @@ def test_a_dataset_whose_parts_are_compressed(tmp_path: Path) -> None:
             if codec is None:
                 assert len(load_prompts(directory, tokenizer)) == 1000
             else:
-                with pytest.raises(PromptError, match="is compressed inside, and is not read"):
+                with pytest.raises(PromptError, match="has compressed data, which is not read"):
                     load_prompts(directory, tokenizer)
 
 

@@ -1,6 +1,6 @@
 """truestep: RL fine-tuning of language models in which every step is exactly the step you asked for.
 
-The names below are what Python programs use (docs/python.md). Each is imported when it is first asked for, so that
+The names below are the Python interface (docs/python.md). Each is imported when it is first used, so that
 `import truestep` takes no time.
 """
 
@@ -75,7 +75,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps the public names of functions that modules have too: importing `truestep.plan` sets no `plan` here."""
+    """Keeps public functions when a module of the same name is imported: `import truestep.plan` does not replace the
+    function `plan`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

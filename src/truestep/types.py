@@ -122,7 +122,7 @@ class Rollout:
 
     @cached_property
     def facts(self) -> bytes:
-        """What ranks compare of the document when they plan a step: a row of `facts_of`."""
+        """The facts about the document that ranks compare when they plan a step: a row of `facts_of`."""
         digest = blake2b(self.id.encode(errors="surrogatepass"), digest_size=_DIGEST).digest()
         labels = np.count_nonzero(self.loss_mask)  # much faster than a sum
         return digest + _SIZES.pack(self.num_tokens, labels, len(self.starts))

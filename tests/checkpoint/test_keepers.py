@@ -218,7 +218,7 @@ def test_the_first_machine_listens_where_others_look_for_it(
 
 
 def test_a_machine_without_an_address_is_told_of() -> None:
-    with pytest.raises(KeeperError, match="has no address that others reach"):
+    with pytest.raises(KeeperError, match="has no address that this one can reach"):
         put(RemoteKeeper("", 0, SECRET), 1)
 
 

@@ -507,7 +507,7 @@ def test_the_plan_says_what_copies_take(config: Config, tmp_path: Path) -> None:
 
 
 def test_without_an_elastic_launcher_it_is_refused(config: Config) -> None:
-    with pytest.raises(TruestepError, match="only torchrun with --nnodes MIN:MAX starts"):
+    with pytest.raises(TruestepError, match="only torchrun with --nnodes MIN:MAX does"):
         train(config.changed({"checkpoint.every": 0, "checkpoint.in_memory_every": 1}), Console(quiet=True))
 
 

@@ -50,7 +50,7 @@ def test_a_run_trains_and_evaluates_on_them_and_goes_on_with_the_same(tmp_path: 
 
 def test_other_prompts_than_the_checkpoint_s_are_refused(tmp_path: Path) -> None:
     quiet_trainer(config(tmp_path, "run", schedule={"steps": 1})).run()
-    with pytest.raises(SourceError, match="the environment makes other prompts than then"):
+    with pytest.raises(SourceError, match="the environment now makes other prompts"):
         quiet_trainer(config(tmp_path, "run", {"count": 9}))
 
 

@@ -169,7 +169,7 @@ def test_a_file_that_a_checkpoint_stands_in_is_cut(tmp_path: Path) -> None:
     (file,) = files.list_files(tmp_path)
     file.write_bytes(b"PAR1 damaged")
     (fault,) = files.roll_back(tmp_path, 3)
-    assert "cannot be cut off behind step 3" in fault and not files.list_files(tmp_path)
+    assert "cannot be cut off after step 3" in fault and not files.list_files(tmp_path)
 
 
 def test_many_files_are_thinned(tmp_path: Path) -> None:

@@ -282,8 +282,8 @@ def test_errors_say_what_to_do(run: Callable[..., Path], tmp_path: Path) -> None
     path = run(a_huge_advantage)
     for metric, said in (
         ("gradnorm", r"has no metric gradnorm; did you mean grad_norm[?] It has\n  advantage, "),
-        ("step_time", "step_time is made by no document"),
-        ("learning_rate", "learning_rate is made by no document"),
+        ("step_time", "no document contributes to step_time"),
+        ("learning_rate", "no document contributes to learning_rate"),
     ):
         with pytest.raises(ReplayError, match=said):
             bisect(path, metric)
@@ -544,7 +544,7 @@ def test_a_norm_that_fell_or_is_zero_is_not_looked_into(run: Callable[..., Path]
 
     path = run(plant)
     found = bisect(path, "grad_norm", JUMP, tmp_path / "found")
-    assert not found.documents and "grad_norm is 0, so no document makes anything of it" in said(found), found.text
+    assert not found.documents and "grad_norm is 0, so no document contributes to it" in said(found), found.text
     none: Any = None
     fell = _Finder(Jump("grad_norm", 5, 0.5, [1.0, 1.01, 0.99, 1.0] * 3), none, none, False, 0, value=0.5)
     assert "grad_norm fell" in (fell._pointless() or "")

@@ -239,7 +239,9 @@ def test_a_step_that_the_ledger_has_no_line_of_is_named(of_files: Callable[..., 
     run = of_files()
     lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
     (run / "ledger.jsonl").write_text("".join([*lines[:2], "x" + lines[2], *lines[3:]]))
-    with pytest.raises(ReplayError, match=r"ledger.jsonl has no whole line of step 3, .* made again from step 3 on"):
+    with pytest.raises(
+        ReplayError, match=r"ledger.jsonl has no undamaged line of step 3, .* made again from step 3 on"
+    ):
         replay(run, 4)
     exactly(replay(run, 5))
 

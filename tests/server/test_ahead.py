@@ -465,7 +465,7 @@ DESCRIPTION = Description(("policy",), 1000, 1000)
     [
         (replace(DESCRIPTION, names=("qwen", "llama")), "sampler.model: b serves qwen, llama, not policy"),
         (replace(DESCRIPTION, names=()), "sampler.model: b serves nothing, not policy"),
-        (replace(DESCRIPTION, longest_text=11), "b serves at most 11 tokens; .* make 12: let it serve longer texts"),
+        (replace(DESCRIPTION, longest_text=11), "b serves at most 11 tokens; .* make 12: let the server serve longer"),
         (replace(DESCRIPTION, vocabulary_size=999), "b has a vocabulary of 999 and the trainer one of 1000"),
     ],
 )
@@ -493,7 +493,7 @@ def test_a_server_that_does_not_say_its_vocabulary_is_asked_for_the_tokens_aroun
 
     server = Greater()
     server.description = Description()
-    with pytest.raises(ServerError, match="a takes token 1000, the trainer's vocabulary having 1000"):
+    with pytest.raises(ServerError, match="a accepts token 1000, but the trainer's vocabulary has only 1000"):
         Run([server])
 
 

@@ -309,9 +309,9 @@ def _computes_otherwise(server: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_ignores_temperature, "a gives raw_logprobs: .* Let it report log-probs behind the temperature"),
-        (_keeps_its_cache, "version 8, and scores a probe of 3 tokens .*: its prefix cache is that of older weights"),
-        (_ignores_new_weights, "it still serves those of version 0, although it was told to load the new ones"),
+        (_ignores_temperature, "a gives raw_logprobs: .* Let the server report log-probs after the temperature"),
+        (_keeps_its_cache, "version 8, and scores a probe of 3 tokens .*: its prefix cache is still of older weights"),
+        (_ignores_new_weights, "it still serves the weights of version 0, although the server was told to load"),
         (_computes_otherwise, "does it compute as the trainer does"),
     ],
 )

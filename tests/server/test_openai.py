@@ -317,7 +317,7 @@ def test_a_stream_that_is_cut_short() -> None:
     completion, address = call(hear_nothing, stream(last=""), whole)
     assert completion.token_ids == [5, 0] and len(address.asked) == 2
     heard: list[int] = []
-    with pytest.raises(UnreachableError, match="the stream ended early, behind 1 tokens"):
+    with pytest.raises(UnreachableError, match="the stream ended early, after 1 tokens"):
         call(lambda url: url.generate(asked(), heard.extend), stream(piece(5), last=""), whole)
     assert heard == [5]
 

@@ -125,7 +125,7 @@ def test_what_servers_are_not_told_is_refused(options: dict[str, Any]) -> None:
     async def main() -> None:
         watched = await opened(FakeServer())
         request = asked()
-        with pytest.raises(ServerError, match="draw at a temperature alone"):
+        with pytest.raises(ServerError, match="sample with a temperature only"):
             await watched.fleet.generate(replace(request, options=replace(request.options, **options)))
 
     run(main())

@@ -109,7 +109,7 @@ HOSTILE = {
     "too much": ("A" * (MIB + 4 + bytes_of_routes(SHAPE, TOKENS)), "is not read"),
     "other layers": (
         text(file_of(routes(layers=5).astype(np.uint8))),
-        "has 5 layers: TinyMoe has 4, counting layers without experts",
+        "has 5 layers: TinyMoe has 4, including layers without experts",
     ),
 }
 
@@ -126,8 +126,11 @@ def test_a_hostile_file_is_refused(kind: str) -> None:
     [
         ([1], "no base64 text"),
         ("%%%", "no base64 text"),
-        (text(b"\0" * 7), "no rows of int32 \\[4, 3\\]: it is of other layers than those of TinyMoe"),
-        (text(routes(layers=5).astype("<i4").tobytes()), "no rows of int32"),
+        (
+            text(b"\0" * 7),
+            "not whole rows of int32 \\[4, 3\\]: its layers or its number of experts are not those of TinyMoe",
+        ),
+        (text(routes(layers=5).astype("<i4").tobytes()), "not whole rows of int32"),
         ("A" * (MIB + 4 + bytes_of_routes(SHAPE, TOKENS)), "is not read"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_cache_that_outlives_its_weights_ends_the_run_before_anything_is_train
     config = server_config(tmp_path, [keeps_its_cache.url], optimizer={"learning_rate": 3e-3})
     run = recorded(config)
     with pytest.raises(
-        ServerError, match=r"version \d+, and scores a probe of 300 tokens .*its prefix cache is that of"
+        ServerError, match=r"version \d+, and scores a probe of 300 tokens .*its prefix cache is still of"
     ):
         run.trainer.run()
     assert run.trainer.step <= 1

@@ -201,7 +201,7 @@ def test_a_stream_made_anew_is_hinted_at(redis_server: RedisServer) -> None:
     assert reader.hint() is None
     redis_server.client.flushall()
     redis_server.send("s", ["b"])
-    assert "made anew" in (reader.hint() or "")
+    assert "created again" in (reader.hint() or "")
 
 
 def test_a_message_deleted_before_it_was_trained_on_is_not_lost_in_silence(redis_server: RedisServer) -> None:

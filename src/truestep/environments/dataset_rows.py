@@ -190,7 +190,7 @@ def _refuse_compressed(path: Path) -> None:
         except (OSError, ValueError, pa.ArrowException, struct.error):
             continue  # `datasets` reports the error
         if compressed:
-            raise PromptError(f"{file} is compressed inside, and is not read: write it with `save_to_disk`")
+            raise PromptError(f"{file} has compressed data, which is not read: write it with `save_to_disk`")
 
 
 def _is_compressed(message: bytes) -> bool:

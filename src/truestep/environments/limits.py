@@ -25,7 +25,7 @@ class Pace:
         self._next = 0.0
 
     def made(self, check: Callable[[], str | None]) -> str | None:
-        """Return the result of the check, or None if it is not due."""
+        """Run the check if it is due, and return its result. Otherwise return None."""
         since = time.monotonic()
         if since < self._next:
             return None
@@ -60,7 +60,7 @@ class Limits:
         try:
             too_large = takes_more(self.memory, descendants(os.getpid()), self.private)
         except PermissionError:
-            return f"the {self.what} forbade to look at the memory of its process" if started else None
+            return f"the {self.what} does not allow its memory to be measured" if started else None
         return self._too_large() if too_large else None
 
     def _most_processes(self) -> int:
@@ -87,7 +87,7 @@ class EpisodeLimits(Limits):
 
     def _too_many(self, most: int) -> str | None:
         found = {pid: len(descendants(pid)) for pid in children_of(self._worker)}
-        reason = f"the {self.what}'s episodes in one process started more than {most} processes, and this one the most"
+        reason = f"the {self.what}'s episodes in one process started more than {most} processes, this episode the most"
         return self._kill_largest(found, reason) if found else reason
 
     def _too_large(self) -> str | None:
@@ -99,7 +99,7 @@ class EpisodeLimits(Limits):
             return reason
         if max(found.values()) < self.memory / 2:
             size = f"{self.memory / 2**30:.3g} GiB of memory"
-            reason = f"the {self.what}'s episodes in one process together took more than {size}, and this one the most"
+            reason = f"the {self.what}'s episodes in one process together took more than {size}, this episode the most"
         return self._kill_largest(found, reason)
 
     def _kill_largest(self, found: dict[int, int], reason: str) -> str | None:

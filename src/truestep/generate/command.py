@@ -102,8 +102,8 @@ class CommandPlay:
         if document.differs is not None and not self._has_said:
             self._has_said = True
             self._say(
-                f"sampler.environment: a program asked for {document.differs}, and what is trained on is drawn as "
-                "the sampler's section says"
+                f"sampler.environment: a program asked for {document.differs}, but completions to train on are drawn "
+                "as the sampler's section says"
             )
         rating: Rating | RewardError = _rating_of(document)
         if problem is not None and document.cut_by is None:

@@ -126,7 +126,7 @@ class EvaluatorOfSets:
 
     def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool] = never) -> dict[str, Any]:
         """Evaluate the policy on each set and return a line of evaluation.jsonl. The metrics of a set begin with its
-        name; rewards without a name are the means of the sets'."""
+        name; rewards without a name are means over the sets."""
         lines = {name: evaluator.run(step, documents_seen, asked_to_stop) for name, evaluator in self.sets.items()}
         problems = [f"{name}: {problem}" for name, line in lines.items() for problem in line["problems"]]
         shown = max(1, _EXAMPLES // len(lines))

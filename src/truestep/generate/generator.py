@@ -41,7 +41,7 @@ class Request:
     token_ids: tuple[int, ...]
     options: DrawOptions
     seed: tuple[int, ...] = ()  # the completion's draws depend only on this; servers use their own seeds
-    session: str | None = None  # the name of a conversation: its requests go to one cache, which has its tokens
+    session: str | None = None  # a conversation: its requests go to the server whose cache has its tokens
 
     @property
     def most_tokens(self) -> int:

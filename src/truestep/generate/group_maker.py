@@ -28,9 +28,9 @@ class GroupOptions:
     seed: int
     draw: DrawOptions
     stop_at_rejected: bool = False
-    # Whether an episode that cannot be used is played again at once. False: only when the others of its group have
-    # ended. Then the requests that the engine computes together, and so the rounding of sums, do not depend on when
-    # rewards arrive.
+    # True: an episode that cannot be used is played again at once. False: it is played again when the others of its
+    # group have ended, so that the requests that the engine computes together, and with them the rounding of sums, do
+    # not depend on when rewards arrive.
     anew_at_once: bool = False
     check_share: float = 0.0  # fraction of completions whose log-probs are compared with the policy's on arrival
     order: OrderOptions = field(default_factory=OrderOptions)  # the order of the groups' prompts

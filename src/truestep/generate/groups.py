@@ -30,8 +30,8 @@ def refuse_other_groups(state: dict[str, Any], own_state: dict[str, Any]) -> Non
     if state["fingerprint"] != own_state["fingerprint"]:
         raise SourceError(
             "sampler.prompts, their weights, data.group_size or seed is not what this run was started with, or the "
-            "environment makes other prompts than then, so its groups would be others; give it the same, or "
-            "another checkpoint.directory"
+            "environment now makes other prompts, so the groups would differ; give the run the same, or another "
+            "checkpoint.directory"
         )
 
 

@@ -76,10 +76,10 @@ class OpenAiUrl(HttpClient):
             try:
                 await self._events("/v1/completions", body | {"stream": True}, choice.read, most)
             except (UnreachableError, BadAnswerError) as error:
-                if choice.error is not None:  # an error of `on_tokens`, which was mistaken for an unreadable answer
+                if choice.error is not None:  # `on_tokens` raised it, and it was mistaken for an unreadable answer
                     raise choice.error from None
                 if choice.token_ids and isinstance(error, UnreachableError):  # the caller already has tokens of it
-                    raise _StreamLostError(f"{self.url}: {error}, behind {len(choice.token_ids)} tokens") from error
+                    raise _StreamLostError(f"{self.url}: {error}, after {len(choice.token_ids)} tokens") from error
                 raise
             return self._checked(choice)
 

@@ -93,7 +93,7 @@ class PromptOrder:
         self.measured = self._measure(rated)
 
     def _count_until(self, number: int) -> None:
-        """Let prompts rest or not, by the rewards of all steps that count for the group `number`."""
+        """Decide which prompts rest, by the rewards of all steps that count for the group `number`."""
         while self._waiting and self._waiting[0][0] + self._lag <= number:
             for place, reward in self._waiting.popleft()[1]:
                 self._pools[place.source].note(place.prompt, place.drawn_in, reward)

@@ -29,11 +29,11 @@ class Episode:
     prompt: Prompt
     draw: DrawOptions
     seed: tuple[int, ...]  # the seed of the draws of its first turn
-    name: str | None = None  # the name of its session: its requests go to one cache, which has its tokens
+    name: str | None = None  # requests with one name go to the server whose cache has their tokens
 
     @property
     def reward_seed(self) -> str:
-        """The seed of the random numbers that its reward or environment draws."""
+        """The seed of the random numbers that the episode's reward or environment draws."""
         return " ".join(map(str, self.seed))
 
 
@@ -203,7 +203,8 @@ class Plays(Protocol):
     """Plays episodes, many at a time."""
 
     async def play(self, episode: Episode, generate: Generate) -> Played:
-        """Play an episode. Errors of `generate` are raised; those of the reward or environment are its rating."""
+        """Play an episode. Errors of `generate` are raised. An error of the reward or the environment becomes the
+        episode's rating."""
         ...
 
     def close(self) -> None: ...

@@ -35,7 +35,7 @@ def compile_candidates_in_threads() -> None:
 
 
 def _compile(kernel: Any, args: Sequence[Any], meta: Mapping[str, Any], candidates: Sequence[Any]) -> None:
-    """Compile a kernel with each candidate. An error is ignored: Triton meets it again when it times the candidate."""
+    """Compile a kernel with each candidate. Errors are ignored: Triton raises them when it times a candidate."""
     import triton
 
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(candidates))

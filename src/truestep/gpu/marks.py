@@ -30,7 +30,7 @@ class Listener(Protocol):
         """Called when the host has queued a layer's forward or backward pass."""
 
     def last_backward(self, weights: Any) -> None:
-        """Called when the step's last backward pass through these weights begins on this rank."""
+        """Called when this rank begins the step's last backward pass through these weights."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()

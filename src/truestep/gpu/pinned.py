@@ -23,12 +23,12 @@ def zeros_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> 
 
 
 def zeros_of_file(handle: int, count: int, *, pinned: bool) -> torch.Tensor:
-    """Make a tensor of bytes of a file that is in memory, which other processes can open too; zero it."""
+    """Make a tensor of zero bytes in an in-memory file, which other processes can open too."""
     return _zeros_in(mmap.mmap(handle, count), pinned=pinned)
 
 
 def _zeros_in(memory: mmap.mmap, *, pinned: bool) -> torch.Tensor:
-    # All of torch's threads touch the pages here. The registration would touch them with one thread.
+    # Here all of torch's threads fault the pages in. The registration would do so with one thread.
     tensor = torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
     address = tensor.data_ptr()
     if not pinned:

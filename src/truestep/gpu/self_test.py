@@ -1,5 +1,4 @@
-"""Checks of compiled kernels on this machine before their first use. Without them, a wrong result of the compiler would
-go unnoticed."""
+"""Checks compiled kernels on this machine before their first use, because a compiler may produce wrong code."""
 
 import logging
 from collections.abc import Callable

@@ -13,21 +13,21 @@ import torch
 
 
 class Beside:
-    """A side stream for one piece of work. `here` marks the work on which it depends, and `run` runs it."""
+    """Runs one piece of work on a side stream. The work waits for what was queued before `here`."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._needed: Any = None  # the event after which the work may begin
 
     def here(self) -> None:
-        """Mark a point in the current stream. The work of `run` waits for it."""
+        """Record a point in the current stream, for which the work of `run` waits."""
         if self._device.type == "cuda":
             self._needed = torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
     def run(self) -> Iterator[None]:
         """Run the block on the side stream. On a CPU, or without a call of `here`, run it as usual. Later work on the
-        current stream waits for the block, because that work may reuse memory that the block reads."""
+        current stream waits for the block, because it may reuse memory that the block reads."""
         if self._needed is None:
             yield
             return

@@ -149,4 +149,4 @@ def _product_serves(device: torch.device) -> bool:
 
         return wrong(device)
 
-    return serves("the head's product", "its slower kernels do", check)
+    return serves("the head's product", "its slower kernels are used", check)

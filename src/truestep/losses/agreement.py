@@ -69,8 +69,8 @@ def compare(
 
 
 def _all_agree(labels: PackedLabels, logprobs: torch.Tensor, documents_seen: int) -> bool:
-    """Tell whether all labels are standing and all log-probs differ by less than the allowed rounding. Not used on a
-    GPU, where the host would have to wait for the answer."""
+    """Tell whether all labels were sampled with the current weights, and all log-probs differ by less than the allowed
+    rounding. Not used on a GPU, where the host would have to wait for the answer."""
     if not (labels.has["logprobs"].numpy().all() and labels.has["model_version"].numpy().all()):
         return False
     if not (labels.model_version.numpy() == documents_seen).all():

@@ -54,7 +54,7 @@ class _Switch:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A model's adapter. It is the same on every rank, also where a rank has only a part of the model."""
+    """A model's adapter. It is the same on every rank, even if the rank has only a part of the model."""
 
     rank: int
     alpha: float

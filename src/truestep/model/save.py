@@ -150,7 +150,8 @@ def write_weights(
     most: int = 2**31,
 ) -> None:
     """Write the weights of a Hugging Face directory in files of about `most` bytes, with one file's tensors in memory
-    at a time. `read` is called per group and returns the weights to write, by their names in the uncut model."""
+    at a time. `read` takes the names of a layer's weights, or of one weight outside the layers, and returns the
+    weights to write by their names in the uncut model."""
     scratch, files = directory / _SCRATCH, 0
     tensors: dict[str, torch.Tensor] = {}
     scratch.mkdir()

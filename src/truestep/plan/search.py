@@ -4,8 +4,9 @@ The search tries combinations of these options, each listed from fastest to slow
 1. recomputation: none, elementwise, selective, selective with inputs on the host, full, full with inputs on the host;
 2. micro-batches of the given size, then of half the tokens;
 3. gradients reduced once per step, then after each micro-batch;
-4. the optimizer's state on the device, then on the host, then the float32 weights on the host too. The first
-   combination that fits is taken; option 4 varies slowest. For `auto`, option 3 is chosen by planned times.
+4. the optimizer's state on the device, then on the host, then the float32 weights on the host too.
+
+Option 4 varies slowest. The first combination that fits is taken. For `auto`, option 3 is chosen by planned times.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -2,8 +2,8 @@
 
 rank = (((stage · replicas + replica) · data_shard + part) · context + run) · tensor + slice
 
-A derived dimension numbers no ranks of its own: it divides ranks that other dimensions number. N expert ranks are
-neighbours: their numbers in (part · context + run) · tensor + slice differ in the remainder by N.
+A derived dimension adds no ranks: it divides the ranks of other dimensions. The N expert ranks of a group are
+neighbours: their numbers (part · context + run) · tensor + slice differ only in the remainder modulo N.
 """
 
 import math
@@ -34,7 +34,7 @@ class Axis:
 
     @property
     def group(self) -> str:
-        """The name of the dimension's process group. Dimensions that have the weights in the same way may share one."""
+        """The name of the dimension's process group. Dimensions with equal `weights` may share a group."""
         return {"same": "replicate", "spread": "shard"}.get(self.weights, self.name)
 
 
@@ -155,7 +155,7 @@ class RankLayout:
         return number
 
     def groups(self, names: Collection[str]) -> list[list[int]]:
-        """Divide all ranks into groups whose ranks differ in these dimensions alone, in order of rank."""
+        """Divide all ranks into groups whose ranks differ only in these dimensions, in order of rank."""
         others = [name for name in _DIGITS if name not in names]
         groups: dict[int, list[int]] = {}
         for rank in range(math.prod(self.sizes)):

@@ -1,9 +1,9 @@
 """The agent of torch's elastic launcher (`torchrun --nnodes MIN:MAX`) that started this process.
 
 An agent starts its worker processes anew, in another generation of the run, when one of them has failed, when the
-workers of another agent have ended, and when an agent joins. An agent whose workers end too often, or whose worker
-ends well, closes the run for all agents. One that is ended by a signal does not: so a rank that must leave ends its
-agent by SIGTERM.
+workers of another agent have ended, and when an agent joins. If its workers fail too often, or one ends successfully,
+the agent closes the run for all agents. An agent that a signal ends does not close the run, so a rank that must leave
+ends its agent by SIGTERM.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ _REACHES = 10.0  # seconds for a connection to the rendezvous
 _ATTEMPTS, _BETWEEN = 2, 5.0  # attempts to connect, and seconds between them
 SECONDS_TO_LEAVE = _ATTEMPTS * _REACHES + (_ATTEMPTS - 1) * _BETWEEN  # most that `leave_if_cut_off` takes
 _NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
-_RENDEZVOUS_PORT = 29400  # torch's, where none is given
-_ANCESTORS = 3  # an agent may start a worker through numactl or a shell
+_RENDEZVOUS_PORT = 29400  # torch's default
+_ANCESTORS = 3  # ancestors that may be the agent, which may start a worker through numactl or a shell
 MAX_RESTARTS = 1000  # for --max-restarts: an agent uses one for each rank that is lost or joins
-# An agent gives its workers 30 s before it kills them, when it starts them anew.
+# When an agent starts its workers anew, it kills those that have not ended after 30 s.
 SECONDS_TO_STOP = 25.0
 SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -60,7 +60,7 @@ class Agent:
 
     @property
     def gone(self) -> bool:
-        """True if the agent has ended, so that nobody would end this process."""
+        """True if the agent has ended. Then nothing would end this process."""
         return not any(number == self.number for number in _ancestors())
 
     def leave(self) -> None:
@@ -69,23 +69,23 @@ class Agent:
         self.end()
 
     def leave_if_cut_off(self) -> None:
-        """Kill the agent if this machine no longer reaches the rendezvous. By itself it would wait for a quarter of an
-        hour, and then close the run for the others, if it reached them again."""
+        """Kill the agent if this machine no longer reaches the rendezvous. Otherwise the agent would wait for a quarter
+        of an hour and, if it then reached the other agents again, close the run for them."""
         if self.addresses and _is_silent(self.addresses):
             print(f"error: {self.name} ends: it does not reach the rendezvous {self.rendezvous}", file=sys.stderr)
             sys.stderr.flush()
             self.end(signal.SIGKILL)  # the agent may be inside a call that never returns
 
     def end(self, kind: signal.Signals = signal.SIGTERM) -> None:
-        """End the agent by a signal, so that it leaves the run to the others. Of the workers of an agent one does it:
-        a second signal would keep it from ending the rest."""
+        """End the agent by a signal, so that the other agents go on with the run. Only one of the agent's workers sends
+        the signal, because a second one would keep the agent from ending the other workers."""
         if not self.gone and _first_to_take(f"truestep ends agent {self.number}"):
             os.kill(self.number, kind)
 
 
 def _addresses_of(endpoint: str) -> tuple[tuple[str, int], ...]:
-    """Return the addresses of a rendezvous; () if they are not known. Resolved once, at the start: without a network a
-    name may have no answer."""
+    """Return the addresses of a rendezvous; () if they are not known. The name is resolved once, at the start, because
+    it cannot be resolved when the network is gone."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     try:
@@ -99,7 +99,7 @@ def _addresses_of(endpoint: str) -> tuple[tuple[str, int], ...]:
 
 
 def _is_silent(addresses: Sequence[tuple[str, int]]) -> bool:
-    """Tell whether a rendezvous does not answer, in any attempt at any of its addresses."""
+    """Tell whether a rendezvous does not answer: all attempts at all of its addresses fail."""
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_BETWEEN)
@@ -109,7 +109,8 @@ def _is_silent(addresses: Sequence[tuple[str, int]]) -> bool:
 
 
 def _no_answer(address: tuple[str, int], seconds: float) -> bool:
-    """A refusal is an answer, which agents hear too. Other errors, such as too many open files, tell nothing."""
+    """Tell whether an address does not answer. A refused connection counts as an answer. Other errors, such as too many
+    open files, do not show that there is no answer."""
     try:
         with socket.create_connection(address, seconds):
             return False
@@ -121,7 +122,7 @@ _taken: dict[str, socket.socket] = {}
 
 
 def _first_to_take(name: str) -> bool:
-    """Return True if no living process of this machine has taken the name. This one then has it until it ends."""
+    """Take a name for this process until it ends. Return False if a living process of this machine has taken it."""
     taken = socket.socket(socket.AF_UNIX)
     try:
         taken.bind(f"\0{name}")
@@ -133,7 +134,7 @@ def _first_to_take(name: str) -> bool:
 
 
 def leave_after_error() -> None:
-    """End the agent of this process, if it has one: an error of this machine's configuration would come again."""
+    """End the agent of this process, if it has one, because an error of this machine's configuration would recur."""
     agent = find_agent()
     if agent is not None:
         agent.leave()
@@ -165,13 +166,13 @@ def agent_of(number: int, least: int, most: int, rendezvous: str = "") -> Agent 
 
 
 def unknown_launcher() -> bool:
-    """Tell whether a launcher of torch started this process whose command line is not that of torchrun."""
+    """Tell whether a torch launcher other than torchrun started this process, judging by its command line."""
     return "TORCHELASTIC_RUN_ID" in os.environ and _launcher() is None
 
 
 def _launcher() -> tuple[int, int, int, str] | None:
-    """Return the torchrun that started this process: the id of its process, its least and its most agents, and where
-    agents find one another."""
+    """Return facts about the torchrun that started this process: its process id, the least and the most agents, and the
+    address where agents find one another."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     found = ((number, _nodes_of(_command_line(number))) for number in _ancestors())
@@ -179,7 +180,7 @@ def _launcher() -> tuple[int, int, int, str] | None:
 
 
 def generation_id() -> str:
-    """Return an identifier of this generation of ranks: the address where they meet."""
+    """Return an identifier of this generation of ranks: the address of its store."""
     return "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -207,8 +208,8 @@ def _command_line(number: int) -> list[str]:
 
 
 def _nodes_of(words: Sequence[str]) -> tuple[int, int, str] | None:
-    """Return the least and the most agents by an agent's command line, and the rendezvous; None if it is not one of
-    torchrun."""
+    """Return the least and the most agents, and the rendezvous, from an agent's command line; None if the command is
+    not torchrun."""
     start = next((place for place, word in enumerate(words[:6]) if _is_torchrun(word)), None)
     if start is None:
         return None

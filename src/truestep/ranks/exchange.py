@@ -27,7 +27,8 @@ def transfer(
     there: Callable[[torch.Tensor], torch.Tensor],
     back: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> torch.Tensor:
-    """Apply `there` to a tensor in the forward pass, and `back` to its gradient, which may return None: no gradient."""
+    """Apply `there` to a tensor in the forward pass, and `back` to its gradient. If `back` returns None, there is no
+    gradient."""
     transferred: torch.Tensor = _Transfer.apply(tensor, there, back)
     return transferred
 
@@ -73,12 +74,12 @@ class TokenExchange:
             self._peers = peers.connect(self.group, place)
             return peers.check(self._peers, self.group, place, dtype)
 
-        if not least(serves("memory that the ranks' GPUs share", "NCCL does", right), place, self.group):
+        if not least(serves("memory that the ranks' GPUs share", "NCCL is used", right), place, self.group):
             self._peers = None
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """Keep all tokens on every rank, inside, for sampling: without gradients."""
+        """Keep all tokens on every rank inside the block, for sampling without gradients."""
         before, self._everywhere = self._everywhere, True
         try:
             yield
@@ -90,7 +91,7 @@ class TokenExchange:
         return tokens if self._everywhere else gather_tokens(tokens, self.group)
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that this rank keeps, of all."""
+        """Select the tokens that this rank keeps."""
         return tokens if self._everywhere else _own(tokens, self.group)
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:

@@ -59,8 +59,9 @@ def in_buckets(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list
 
 
 def divide(costs: Sequence[float], count: int, kinds: Sequence[Hashable] | None = None) -> list[list[int]]:
-    """Divide items into `count` shares of similar cost, and return the items' indices. Greedily, the most expensive
-    items first, each to the cheapest share so far. Items of one kind stay together up to the cost of a fair share."""
+    """Divide items into `count` shares of similar cost, and return the items' indices. The most expensive items come
+    first, and each goes to the cheapest share so far. Items of one kind stay together up to the cost of a fair
+    share."""
     together: dict[Hashable, list[int]] = {}
     for index in range(len(costs)):
         together.setdefault(index if kinds is None else kinds[index], []).append(index)
@@ -86,16 +87,17 @@ def divide(costs: Sequence[float], count: int, kinds: Sequence[Hashable] | None 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a run, as one of them sees them."""
+    """The ranks of a run, and the groups and numbers of this process's own rank."""
 
     rank: int = 0
     layout: RankLayout = field(default_factory=lambda: RankLayout(data_shard=1))
     host: dist.ProcessGroup | None = None  # gloo, all ranks, for objects and host tensors
     ahead: dist.ProcessGroup | None = None  # as `host`, for another thread that plans the next step
     sampling: dist.ProcessGroup | None = None  # as `host`, for another thread that spreads requests of sampling
-    team: dist.ProcessGroup | None = None  # gloo, the ranks that compute with slices of the same weights
+    team: dist.ProcessGroup | None = None  # gloo, the ranks that together have all slices of the weights
     mesh: DeviceMesh | None = None  # with the dimensions of MESH; None: one rank
-    # The mesh with `replicate`, and `shard`: the ranks that share this rank's experts. None: all ranks share all.
+    # The mesh with `replicate`, and `shard`: the ranks over which this rank's experts are sharded. None: experts are
+    # sharded like other weights.
     expert_mesh: DeviceMesh | None = None
     # The groups that this rank is in, by the names of GROUPS and DERIVED; `ends`: first and last rank of its pipeline;
     # and `wires`.
@@ -120,7 +122,7 @@ class Ranks:
 
     @property
     def data(self) -> int:
-        """The number of data ranks: ranks, or groups of ranks, with micro-batches of their own."""
+        """The number of data ranks. A data rank is a rank, or a group of ranks, with micro-batches of its own."""
         return self.layout.count(DATA)
 
     @property
@@ -209,7 +211,7 @@ class Ranks:
 
     @property
     def teams(self) -> list[list[int]]:
-        """The ranks that compute with slices of the same weights, together. Each team has all of the weights."""
+        """The ranks of each team. The ranks of a team have slices of the weights, and together all of them."""
         return self.layout.groups(CUT)
 
     def least_of_team(self, value: int) -> int:
@@ -273,7 +275,7 @@ def join(
     give_up: Callable[[str], None] = lambda reason: None,
 ) -> Ranks:
     """Connect the ranks that torchrun started, and make their groups. Raise `RankError` if the layout does not fit.
-    `patience`: seconds after which this process ends if the ranks are not connected, and calls `give_up` before."""
+    `patience`: if the ranks are not connected after so many seconds, call `give_up` and end this process."""
     size = world_size()
     layout = layout.over(size)
     if size == 1:
@@ -298,8 +300,8 @@ def _no_device(local: int) -> NoDeviceError:
 
 
 def _connect(device: torch.device | None, local: int) -> None:
-    """Make the process group with a new prefix in the store: the store still has the entries of an earlier group that
-    these processes have left, with addresses that are no longer valid. `device`: this rank's GPU."""
+    """Make the process group, with a new prefix in the store. The store may still have entries of an earlier group of
+    these processes, with addresses that are no longer valid. `device`: this rank's GPU."""
     store, rank, size = next(dist.rendezvous("env://", timeout=_NO_CLOCK))
     store.set_timeout(_NO_CLOCK)
     store = dist.PrefixStore(f"truestep {next(_connections)}", store)
@@ -311,7 +313,7 @@ def _connect(device: torch.device | None, local: int) -> None:
 
 
 def _without_gpu(store: dist.Store, on_gpu: bool, rank: int, size: int) -> int | None:
-    """Return a rank that has no GPU where others have; None if all are alike. Every rank calls this."""
+    """Return a rank that has no GPU although others have one; None if there is none. Every rank calls this."""
     if on_gpu:
         store.add("with a GPU", 1)
     else:
@@ -324,7 +326,8 @@ def _without_gpu(store: dist.Store, on_gpu: bool, rank: int, size: int) -> int |
 
 @contextmanager
 def _connecting(seconds: float, give_up: Callable[[str], None]) -> Iterator[None]:
-    """End the process if connecting takes longer than `seconds`: it blocks inside a call, before the watch begins."""
+    """End the process if the block takes longer than `seconds`. It connects ranks, which may block inside a call before
+    the watch begins."""
 
     def end() -> None:
         reason = f"the {world_size()} ranks were not connected in {seconds:.0f} s"
@@ -391,7 +394,7 @@ def _groups(rank: int, layout: RankLayout, mesh: DeviceMesh) -> dict[str, dist.P
 
 
 def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make all of these groups, as all ranks must in the same order. Return the one that this rank is in."""
+    """Make all of these groups; all ranks must do this in the same order. Return the group that this rank is in."""
     if len(groups[0]) == 1:
         return None
     own = None

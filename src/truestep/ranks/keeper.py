@@ -2,13 +2,13 @@
 
     python keeper.py NAME LIMIT PROCESS...
 
-This is a separate program, which imports nothing of truestep, in a session of its own: so it survives the ranks that it
-keeps parts for. NAME: its Unix socket, in the abstract namespace, which leaves no file. LIMIT: the most bytes that it
-holds. PROCESS: ids of agents and ranks. When all that it has heard of have ended, it ends too.
+This is a separate program in a session of its own, so it survives the ranks that it keeps parts for. It imports nothing
+of truestep. NAME: its Unix socket, in the abstract namespace, which leaves no file. LIMIT: the most bytes that it
+holds. PROCESS: ids of agents and ranks. The keeper ends when all agents and ranks that it knows have ended.
 
-Parts are anonymous memory. A rank of this machine hands over the memory that it has copied its part to, and nothing is
-copied again. A rank of another machine sends the bytes, over a connection that it opens with a secret. Only processes
-of the same user can connect on this machine, and no other user can open what a keeper holds.
+Parts are anonymous memory. A rank of this machine copies its part to such memory and passes the memory on, so the
+keeper copies nothing. A rank of another machine sends the bytes, over a connection that it opens with a secret. On this
+machine only processes of the same user can connect, and no other user can open the memory.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from typing import Any
 
 _DUMPABLE = 4  # an option of prctl
 _POLL_SECONDS = 0.5
-_PATIENCE = 60.0  # seconds without a byte, or without a request
-_MOST_UNKNOWN = 64  # connections of other machines that have not shown that they know the secret
+_PATIENCE = 60.0  # seconds without a byte or a request, after which a connection is closed
+_MOST_UNKNOWN = 64  # most connections of other machines that have not yet proved that they know the secret
 _LONGEST = 1 << 26  # bytes of a message, without the content that follows it
 PIECE = 1 << 20
 _FOR_OTHER_MACHINES = ("put", "commit", "read", "forget")
@@ -51,13 +51,13 @@ def send(connection: socket.socket, message: dict[str, Any], content: Any = b"",
         connection.sendall(frame)
     connection.sendall(text)
     rest = memoryview(content)
-    while rest:  # in pieces: the timeout of a socket is that of a whole call
+    while rest:  # in pieces, because a socket's timeout applies to a whole call
         connection.sendall(rest[:PIECE])
         rest = rest[PIECE:]
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive a message and its handles. Its content, as many bytes as `bytes` says, is still to be received."""
+    """Receive a message and its handles. The caller then receives the message's content, of `bytes` bytes."""
     handles: list[int] = []
     if connection.family == socket.AF_UNIX:
         frame, handles, *_ = socket.recv_fds(connection, 4, 4)
@@ -105,7 +105,7 @@ def answer_to(secret: bytes, nonce: bytes) -> bytes:
 
 
 def started(process: int) -> int:
-    """Return when a process began, by the clock of the kernel; 0 if it has ended."""
+    """Return the start time of a process by the kernel's clock; 0 if it has ended."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -128,7 +128,7 @@ class _Refused(Exception):  # noqa: N818 - it carries an answer
 
 
 class _Set:
-    """The files of one state, of which this keeper may hold some."""
+    """The files of one state that this keeper holds. Other keepers may hold further ones."""
 
     def __init__(self) -> None:
         self.handles: dict[str, int] = {}
@@ -158,7 +158,7 @@ class _Keeper:
         while True:
             with self._lock:
                 known = dict(self._processes)
-            with contextlib.suppress(OSError):  # too many open files: look again
+            with contextlib.suppress(OSError):  # such as too many open files; check again later
                 self._end_if_alone(known)
             time.sleep(_POLL_SECONDS)
 
@@ -264,7 +264,7 @@ class _Keeper:
             return {"sets": held, "port": self._port, "held": self._size(), "limit": self._limit}
 
     def _listen(self, address: str, port: int, secret: bytes) -> None:
-        """Listen at an address of this machine; at another one than before, only there."""
+        """Listen at an address of this machine. If the address is new, stop listening at the old one."""
         self._secret = secret
         if self._listener is not None and self._address == address:
             return
@@ -274,7 +274,7 @@ class _Keeper:
             self._listener.close()
         self._listener, self._port, self._address = None, 0, address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        for wanted in (port, 0):  # first the port of a keeper that was lost, which others know
+        for wanted in (port, 0):  # first the port of the keeper before this one, because other keepers know it
             with contextlib.suppress(OSError):
                 self._listener = socket.create_server((address, wanted), family=family)
                 self._port = self._listener.getsockname()[1]
@@ -306,7 +306,7 @@ class _Keeper:
 
     def _add(self, key: Key, name: str, handle: int, size: int) -> None:
         held = self._sets.get(key)
-        if held is None:  # given up meanwhile
+        if held is None:  # the set was forgotten meanwhile
             os.close(handle)
             return
         if name in held.handles:
@@ -316,7 +316,7 @@ class _Keeper:
     def _receive(self, connection: socket.socket, size: int) -> int:
         handle = new_memory(size)
         try:
-            send(connection, {})  # there is room for it
+            send(connection, {})  # tells the sender that there is room
             if size:
                 with mmap.mmap(handle, size) as memory, memoryview(memory) as room:
                     receive_into(connection, room)
@@ -326,7 +326,8 @@ class _Keeper:
             raise
 
     def _commit(self, key: Key) -> None:
-        """Let a set count. The one before is forgotten when the next one comes: other keepers may lack this one."""
+        """Mark a set as complete. The set before it is kept until the next one comes, because other keepers may not
+        have this set."""
         with self._lock:
             if key[0] < self._generation or key not in self._sets:
                 raise _Refused("there is no such set")
@@ -378,7 +379,7 @@ def main(name: str, limit: str, *processes: str) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)  # else processes of this user could open its memory
+        ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)  # otherwise processes of this user could open its memory
     keeper = _Keeper(int(limit), [int(process) for process in processes])
     threading.Thread(target=keeper.accept, args=(listener, keeper.of_this_user), daemon=True).start()
     keeper.watch()

@@ -1,4 +1,4 @@
-"""Talks to the keepers of a run's state: starts them, hands parts over, and asks for parts."""
+"""Talks to the keepers of a run's state: starts them, sends them parts, and reads parts."""
 
 import contextlib
 import hashlib
@@ -23,7 +23,7 @@ _PATIENCE = 20.0  # seconds for an answer
 
 
 class KeeperError(RankLostError):
-    """A keeper that cannot be reached, or that refuses."""
+    """A keeper cannot be reached, or refuses a request."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RemoteKeeper:
     def connected(self) -> Iterator["Connection"]:
         address = self.host, self.port
         if not self.port:
-            raise KeeperError(f"the keeper of {self.host or 'another machine'} has no address that others reach")
+            raise KeeperError(f"the keeper of {self.host or 'another machine'} has no address that this one can reach")
         with _failures(f"the keeper of {self.host}"), socket.create_connection(address, _PATIENCE) as opened:
             nonce = bytes(keeper.receive_bytes(opened, keeper.NONCE))
             own = secrets.token_bytes(keeper.NONCE)
@@ -57,14 +57,14 @@ class LocalKeeper:
 
     @staticmethod
     def of(run: Path, number: int) -> "LocalKeeper":
-        """Name a keeper of a run on this machine."""
+        """Return one of the run's keepers on this machine, by its number."""
         told = hashlib.sha256(f"{machine_key()} {run.resolve()}".encode()).hexdigest()[:24]
         return LocalKeeper(f"truestep-keeper-{os.geteuid()}-{told}-{number}")
 
     def start(self, limit: int, processes: Sequence[int]) -> None:
         """Start the keeper, unless another process has."""
         program, words = keeper.__file__, [self.name, str(limit), *map(str, processes)]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # then it does not answer
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a later request to the keeper then fails
             subprocess.run(
                 [sys.executable, "-I", "-S", program, *words],
                 stdin=subprocess.DEVNULL,
@@ -138,7 +138,7 @@ class Connection:
 
 
 def machine_key() -> str:
-    """Return what the keepers of a machine can be reached from: its memory and its network."""
+    """Return an id of the memory and the network from which a machine's keepers can be reached."""
     network = ""
     with contextlib.suppress(OSError):
         network = os.readlink("/proc/self/ns/net")

@@ -101,7 +101,7 @@ def start_ranks(
 
 @contextlib.contextmanager
 def _main_hidden() -> Iterator[None]:
-    """Keep a new process from running the main script again, which has what it needs below no guard perhaps."""
+    """Keep new processes from running the main script again, which may lack the guard `if __name__ == "__main__"`."""
     main = vars(sys.modules["__main__"])
     hidden: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)

@@ -4,9 +4,9 @@ Programs with the same id on all ranks work together. Each copies its tiles to m
 the others, waits for their signals, and reads their tiles. A program waits only for programs with its own id, so it
 does not matter how many run at a time.
 
-A program alternates between two halves of its buffer. When a rank begins a call, all ranks have finished the call
-before the last, since otherwise the last call could not have ended here. So no rank still reads the half that is
-written now.
+A program alternates between two halves of its buffer. A call ends on a rank only when all ranks have begun it. So when
+a rank begins call n, all ranks have begun call n - 1, and have finished call n - 2: no rank still reads the half that
+call n writes.
 
 Dimensions: N numbers of a rank's part, P programs, R ranks.
 """
@@ -29,7 +29,7 @@ def _table(pointer, rank, TYPE: tl.constexpr):
 
 @triton.jit
 def _meet(signals_pointer, call, program, rank, RANKS: tl.constexpr):
-    """Signal the other ranks' programs that this one's tiles are written, and wait for their signals."""
+    """Signal to the other ranks' programs that this program's tiles are written, and wait for their signals."""
     tl.debug_barrier()  # all threads of the program have written
     for other in tl.static_range(RANKS):
         told = _table(signals_pointer, other, tl.int32) + program * RANKS + rank

@@ -1,7 +1,7 @@
-"""Imported first by the server from which ranks are forked. It must not initialise CUDA: forks could not use it then.
+"""The first import of the server from which ranks are forked. It must not initialise CUDA, or forks could not use CUDA.
 
-Without a GPU, a rank may want Triton's interpreter, which works only if TRITON_INTERPRET is set at Triton's first
-import; so the variable is set for that import alone. Modules that loading a model needs are imported here once, which
+Without a GPU, a rank may use Triton's interpreter, which works only if TRITON_INTERPRET is set at Triton's first
+import. So the variable is set for that import alone. Modules that loading a model needs are imported here once, which
 saves each rank a second or two.
 """
 
@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     if before is None:
         del os.environ["TRITON_INTERPRET"]
 
-# transformers imports these lazily; a version without one does not need it.
+# transformers imports these lazily. A version of it may lack some of them.
 for name in (
     "conversion_mapping",
     "generation.utils",

@@ -16,8 +16,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 # run for about a hundredth of the time.
 _COMPUTES = 0.2
 _LEAST_SECONDS = 0.01
-_STARVES = 0.5  # a main thread that waits for a CPU for this fraction of the time is not the cause of a stall
-_BYTES_A_SECOND = 65536  # a process that moves more than this is at work; logs and the watch's own reads are less
+_STARVES = 0.5  # a main thread that waits for a CPU for this fraction of the time is slow, not stuck
+_BYTES_A_SECOND = 65536  # a process that reads and writes more than this works; logs and the watch's reads are less
 _EXITING = 0x4  # flag PF_EXITING of a process: exiting may take seconds on a busy machine
 
 
@@ -87,9 +87,9 @@ class Activity:
         self._before = self._sample()
 
     def since_last(self, *, own_computing: bool = True) -> dict[str, float]:
-        """Return the seconds of computing and the bytes read or written since the last call, without amounts that a
-        process that only waits may have, too. `own_computing` False: only its children's computing counts, because a
-        process that waits for a device or for other ranks may spin."""
+        """Return the seconds of computing and the bytes read or written since the last call. Amounts so small that a
+        process may have them while it only waits are left out. `own_computing` False: only computing of its children
+        counts, because a process that waits for a device or for other ranks may spin."""
         before, now = self._before, self._sample()
         self._before = now
         elapsed = now.at - before.at

@@ -1,8 +1,8 @@
-"""A watch over the ranks: if a rank stalls, fails or is gone, all ranks end and name it. A slow rank does not matter.
+"""A watch over the ranks: if a rank stalls, fails or is gone, all ranks end and name it. A slow rank ends nothing.
 
 A thread of each rank writes the rank's phase, the time since its last progress, and its line of code into the
-launcher's store, and reads the other ranks' entries. A run of one process is watched, too: its disk or its source may
-hang.
+launcher's store, and reads the other ranks' entries. A run of one process is watched too, because its disk or its
+source may hang.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ _ENDED = "truestep/ended"
 _DONE = "done"
 _OF_MESSAGES = ("connection", "gloo", "nccl", "timed out", "broken pipe")
 _OF_AN_END = ("closed", "reset by peer", "broken pipe", "remote worker")
-# Seconds within which the cause of a closed connection is known. An agent kills its workers 30 s after it told them to
-# end, and the cause must be written before.
+# Seconds to wait for the cause of a closed connection. An agent kills its workers 30 s after it told them to end, and
+# the cause must be written before.
 _CAUSE_SHOWS = 20.0
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _MOST_READ = 64  # most entries that a rank reads in a second; each rank reads those of all others
-# In a run whose ranks come and go: seconds without an entry of a rank of another machine, or an answer of rank 0's
-# store. A call that holds the GIL makes a rank silent.
+# In a run whose ranks come and go: seconds without an entry from a rank of another machine, or without an answer from
+# rank 0's store, after which it counts as gone. A live rank is silent while a call holds the GIL.
 _SILENCE = 60.0
-_HOLDS_STORE = 30.0  # most seconds that the first rank waits for the others to end before it
-ENDED_BY_ANOTHER = 3  # exit code of a rank that ends because of another
-STALLED = 1  # exit code of a rank that stalled itself
+_HOLDS_STORE = 30.0  # most seconds that the first rank waits for the other ranks to end before it ends itself
+ENDED_BY_ANOTHER = 3  # exit code of a rank that ends because of another rank
+STALLED = 1  # exit code of a rank that has stalled
 
 Waits = Literal["", "ranks", "device"]
 
@@ -60,7 +60,7 @@ class RankState:
     idle: float  # seconds since it last made progress
     silent: float = 0.0  # seconds since its last entry; a live process writes one about every second
     place: str = ""  # line of code
-    waits: Waits = ""  # for other ranks, or for its device, which may be waiting for other ranks
+    waits: Waits = ""  # what it waits for: other ranks, or its device, which may be waiting for other ranks
     waiting_for: str = ""
     process: Literal["there", "stopped", "gone", "unknown"] = "unknown"
 
@@ -77,8 +77,8 @@ class RankState:
 def verdict(
     own: RankState, others: Sequence[RankState], timeout: float, silence: float, grace: float = 0.0
 ) -> str | None:
-    """Return why the run has to end, or None. `grace`: seconds beyond `timeout` in which a source that has its own
-    timeout may raise a more precise error."""
+    """Return why the run has to end, or None. `grace`: additional seconds for a source that has its own timeout, since
+    its error is more precise."""
     others = [state for state in others if state.phase != _DONE]
     gone = [state for state in others if _is_gone(state, silence)]
     if gone:
@@ -109,8 +109,8 @@ def stalled(everyone: Sequence[RankState], timeout: float) -> list[RankState]:
 
 
 def lost_ranks(own: RankState, others: Sequence[RankState], timeout: float, silence: float) -> list[int]:
-    """Return the ranks whose agents have failed, if `verdict` ends the run: those whose processes have ended, or those
-    that others wait for. Silence is no failure, since a connection or a machine may be the cause."""
+    """If `verdict` ends the run, return the ranks that count as failures of their agents: those whose processes have
+    ended, or those that others wait for. Silence is no failure, since a connection or a machine may be the cause."""
     others = [state for state in others if state.phase != _DONE]
     if any(_is_gone(state, silence) for state in others):
         return [state.rank for state in others if state.process == "gone"]
@@ -119,7 +119,7 @@ def lost_ranks(own: RankState, others: Sequence[RankState], timeout: float, sile
 
 
 def _is_gone(state: RankState, silence: float) -> bool:
-    # A live process may be silent, because a call holds the GIL, such as the read of a large file, or it was stopped.
+    # A live process is silent if a call holds the GIL, such as the read of a large file, or if a signal stopped it.
     return state.process == "gone" or (state.process == "unknown" and state.silent > silence)
 
 
@@ -133,7 +133,7 @@ class _Heard:
     """The last entry of another rank, and the observed activity of its process."""
 
     entry: str
-    at: float  # when it was read, by this process's clock: hosts need not agree on the time
+    at: float  # when it was read, by this process's clock, because hosts' clocks may differ
     process: Identity
     activity: Activity | None = None  # measured once the rank is silent
     moved: float | None = None  # when the silent process was last active
@@ -151,13 +151,13 @@ class _Heard:
 
 
 def _beat(ranks: int, timeout: float) -> float:
-    """Return the seconds between two looks of a rank at the others."""
+    """Return the seconds after which a rank reads the others' entries again."""
     return min(max(1.0, ranks / _MOST_READ), timeout / 10)
 
 
 def longest_silence(ranks: int, timeout: float) -> float:
-    """Return the seconds after which each of this many ranks has ended, in a run whose ranks come and go, if it hears
-    nothing of the others."""
+    """Return the seconds without news of the other ranks after which a rank has ended, in a run whose ranks come and
+    go. `ranks`: the number of ranks."""
     beat = _beat(ranks, timeout)
     return min(timeout, max(_SILENCE, 5 * beat)) + 2 * beat
 
@@ -170,14 +170,14 @@ class Watch:
         # Called by the watch's thread before it ends the process, with the reason, and True if the run is over for all.
         self.before_exit: Callable[[str, bool], None] = lambda reason, over: None
         self.lost: list[int] = []  # the ranks that failed, as far as it is known
-        self.over = False  # a rank has failed in a way that no restart mends
+        self.over = False  # True: a rank has failed in a way that would fail again after a restart
         self._grace = min(5.0, max(2.0, timeout / 10))
         self._number, self._phase, self._since = 0, "starting", time.monotonic()
         self._beat = _beat(ranks.size, timeout)
         self._silence = timeout if agent is None else min(timeout, max(_SILENCE, 5 * self._beat))
         self._stopped = threading.Event()
         self._ended = threading.Event()
-        self._answers = 0  # of the store
+        self._answers = 0  # how often the store has answered
         self._heard: dict[int, _Heard] = {}
         self._process = Identity.own()
         self._activity: Activity | None = None
@@ -237,21 +237,21 @@ class Watch:
         self._thread.join()
 
     def end_all(self, reason: str) -> None:
-        """Let all ranks end for this reason, because this one does."""
-        with contextlib.suppress(Exception):  # the store is gone, or held by this process and the others see its end
+        """Tell all ranks to end for this reason, because this rank ends."""
+        with contextlib.suppress(Exception):  # the store is gone, or it ends with this process, which other ranks see
             if self._store is not None and not self._store.check([_ENDED]):
                 self._store.set(_ENDED, json.dumps({"reason": reason, "lost": []}))
 
     @property
     def _next(self) -> str:
-        """The end of a message: what comes next, if the run goes on without the lost rank."""
+        """The end of a message, which says what comes next if the run goes on without the lost rank."""
         if self._agent is None or self.over:
             return ""
         return f"; the next generation begins when the launcher has {self._agent.least} agents or more"
 
     @property
     def _holds_store(self) -> bool:
-        """True if the store ends with this process. Else the launcher holds it."""
+        """True if the store ends with this process. Otherwise the launcher holds it."""
         return self._ranks.first and self._ranks_hold_store
 
     @property
@@ -272,12 +272,12 @@ class Watch:
         """Return the message that names another rank as the cause of a communication error, or None."""
         if self._store is None or not raised_between_ranks(error):
             return None
-        # After a connection error, a few beats without an entry show that a rank is gone. If the other end closed the
-        # connection there must be a cause, which may take long to show on a busy machine.
+        # After a connection error, a rank without an entry for a few beats is gone. If the other end closed the
+        # connection, its cause may take long to be written on a busy machine.
         silence = 5 * self._beat
         closed = any(word in str(error).lower() for word in _OF_AN_END)
         deadline = time.monotonic() + max(2 * silence, _CAUSE_SHOWS if closed else 0.0)
-        while time.monotonic() < deadline:  # the error comes at once, its cause is known a little later
+        while time.monotonic() < deadline:  # the cause is known a little later than the error
             progress.made("looks for a cause")  # so that this rank does not count as stalled
             reason = self._reason_to_end(silence)[0]
             if reason is not None:
@@ -354,7 +354,7 @@ class Watch:
         return None
 
     def _own(self) -> RankState:
-        """Return this rank's state. Reported progress counts, and without it computing, reads and writes."""
+        """Return this rank's state. If it reported no progress, computing, reads and writes count as progress."""
         now = time.monotonic()
         if now - self._looked > max(10 * self._beat, 2.0):
             # This thread could not run, because a call held the GIL or the process was stopped.
@@ -440,13 +440,13 @@ class Watch:
 
 
 def ends_run(error: BaseException) -> bool:
-    """Tell whether an error would come again on any ranks: one of the configuration, the data or the training."""
+    """Tell whether an error would recur on any ranks, as errors of the configuration, the data or the training do."""
     return isinstance(error, TruestepError) and not isinstance(error, RankLostError | MachineError)
 
 
 def raised_between_ranks(error: BaseException) -> bool:
     """Return True if a call of torch.distributed raised the error, or one of its messages in flight failed."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    # An error of an asynchronous message has no frame in torch.distributed: its text is searched.
+    # An error of an asynchronous message has no frame in torch.distributed, so its text is searched.
     inside = any(file.startswith(_DISTRIBUTED) for file in files)
     return isinstance(error, RuntimeError) and (inside or any(word in str(error).lower() for word in _OF_MESSAGES))

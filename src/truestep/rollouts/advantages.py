@@ -183,13 +183,13 @@ def _of_user(group: Sequence[Rollout], rule: AdvantageRule) -> list[np.ndarray]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert an array, a tensor or a number of numpy to Python's own."""
+    """Convert a tensor, an array or a numpy number to Python values."""
     convert = getattr(value, "tolist", None)
     return convert() if callable(convert) else value
 
 
 def _at_tokens(rollout: Rollout, values: np.ndarray) -> np.ndarray:
-    """Spread a value per label over the tokens; a value per token stays."""
+    """Spread values per label over the tokens. Values per token are returned unchanged."""
     if len(values) == rollout.num_tokens:
         return values
     spread = np.zeros(rollout.num_tokens)

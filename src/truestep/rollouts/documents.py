@@ -89,7 +89,7 @@ def record_lines(document: Rollout, score: DocumentScore | None = None) -> list[
 
 
 def document_bytes(document: Rollout) -> bytes:
-    """Return the length of the document's JSON, the JSON, and its arrays; arrays of labels have only their labels."""
+    """Return the length of the document's JSON, the JSON, and its arrays. Arrays of labels have a value per label."""
     ids, mask = document.input_ids, document.loss_mask
     stored = {"input_ids": ids.astype(np.int32) if ids.max() < 2**31 else ids, "loss_mask": mask}
     for name in arrays():
@@ -103,8 +103,8 @@ def document_bytes(document: Rollout) -> bytes:
 
 
 def read_document_bytes(content: bytes, load: Callable[[bytes], Any] = json.loads) -> Rollout:
-    """Read a document that `document_bytes` wrote. Raises ValueError for arrays that do not fit; other content that is
-    none of ours may raise other errors. `load` reads the JSON."""
+    """Read a document that `document_bytes` wrote. Raises ValueError for arrays that do not fit. Content that
+    `document_bytes` did not write may raise other errors. `load` reads the JSON."""
     end = 8 + int.from_bytes(content[:8], "little")
     line = load(content[8:end])
     found: dict[str, Any] = dict.fromkeys(arrays())
@@ -123,7 +123,8 @@ def read_document_bytes(content: bytes, load: Callable[[bytes], Any] = json.load
 
 
 def _array(content: bytes, start: int, name: str, kind: str, count: int) -> np.ndarray:
-    """Return a copy of one of a document's arrays. Its numbers are of the kind of that attribute, and all there."""
+    """Return a copy of one of a document's arrays. Raise ValueError if it has another kind of numbers than its
+    attribute, or too few."""
     dtype, wanted = np.dtype(kind), np.dtype(arrays()[name])
     if dtype.kind != wanted.kind or dtype.itemsize > 8:
         raise ValueError(f"its {name} are of {printable(kind, 40)}: expected {wanted}")

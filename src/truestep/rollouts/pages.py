@@ -81,7 +81,7 @@ def _measured(file: BinaryIO, group: Any, number: int, columns: Sequence[str]) -
     size = os.fstat(file.fileno()).st_size
     chunks = [group.column(index) for index in range(group.num_columns)]
     if group.num_rows < 0 or any(chunk.total_compressed_size < 0 for chunk in chunks):
-        raise ParquetError("a row group of it has a size below 0")
+        raise ParquetError("one of its row groups has a size below 0")
     measured = [_measure_chunk(file, chunk, size) for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
     values, taken = max((count for count, _ in measured), default=0), sum(taken for _, taken in measured)
     return Group(number, group.num_rows, taken, values, sum(chunk.total_compressed_size for chunk in chunks))

@@ -63,13 +63,13 @@ class Unfinished:
 class Joiner:
     """Collects the records of documents of several sequences, in the order in which they come."""
 
-    closed: Callable[[str], bool]  # tells whether a document of this name was complete or given up before
+    closed: Callable[[str], bool]  # tells whether a document of this name was completed or given up before
     declared: Sequence[Field] = ()  # the user's fields
     open: dict[str, Unfinished] = field(default_factory=dict)  # by document_id, oldest first
 
     def name_problem(self, rollout: Rollout, taken: Callable[[str], bool]) -> str | None:
-        """Return why a record's document cannot have its name; None if it can. `taken` tells whether an earlier record
-        has an id."""
+        """Return why a record's `id` or `document_id` belongs to another document; None if it does not. `taken` tells
+        whether an earlier record has an id."""
         name = rollout.document_id
         if name is None and (rollout.id in self.open or self.closed(rollout.id)):
             return f"id is {describe(rollout.id)}: the document_id of others"

@@ -284,8 +284,8 @@ class StoredDocuments(Sequence[Rollout]):
             with contextlib.suppress(OSError):
                 (self._directory / _FACTS).unlink()  # so that the next start reads the files again
             raise DataError(
-                f"data.cache_directory: what was read of rollout files and kept in {printable(self._directory)} is "
-                f"damaged (document {self._ids[number]}); start again, and it is made anew"
+                f"data.cache_directory: the copy of rollout files in {printable(self._directory)} is damaged (document "
+                f"{self._ids[number]}); start again, and it is written again"
             )
         return read_document_bytes(content)
 

@@ -1,4 +1,4 @@
-"""Makes steps of a run again: its checkpoint, its ledger and its kept records become a trainer, whoever sampled."""
+"""Makes a trainer that makes steps of a run again, from its checkpoint, its ledger and its kept records."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,7 +98,7 @@ class RecordedRates(LearningRate):
 
 
 class KeptReference(Annotator):
-    """The log-probs of a reference that the run computed, and that its records have."""
+    """The reference's log-probs that the run computed and kept in its records."""
 
     fields = ("reference_logprobs",)
 
@@ -121,7 +121,7 @@ class DocumentLines(Observer):
 
 @dataclass(frozen=True)
 class Past:
-    """What is left of a run of the steps up to `step`."""
+    """What a run has kept of the steps up to `step`."""
 
     directory: RunDirectory
     step: int
@@ -153,7 +153,7 @@ class Past:
         return range(self.begins + 1, self.step + 1)
 
     def records(self, original: Config, repeats_left: int) -> list[list[Rollout]]:
-        """Read the documents of the steps that take new ones, and compare each with its digest in the ledger."""
+        """Read the documents of the steps that took new documents, and compare each with its digest in the ledger."""
         updates = original.schedule.updates_per_batch
         first = self.begins + 1 + repeats_left
         needed = [step for step in self.steps if step >= first and (step - first) % updates == 0]
@@ -163,15 +163,15 @@ class Past:
             raise ReplayError(self._missing(missing, bool(blocks)))
         if unknown := [step for step in needed if step not in self.ledger]:
             raise ReplayError(
-                f"{self.directory.ledger} has no whole line of step {unknown[0]}, which names its documents. Step "
-                f"{self.step} is made again from step {first} on; steps after a later checkpoint do without it"
+                f"{self.directory.ledger} has no undamaged line of step {unknown[0]}, which names its documents. Step "
+                f"{self.step} is made again from step {first} on; only steps after a later checkpoint do not need it"
             )
         return [self._checked(blocks[step], computes_reference(original)) for step in needed]
 
     def _missing(self, steps: Sequence[int], some: bool) -> str:
         which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
         before = f"Step {self.step} is made again from " + (
-            "the run's beginning, as no checkpoint before it is there (checkpoint.keep)"
+            "the run's beginning, because the run kept no checkpoint before it (checkpoint.keep)"
             if self.checkpoint is None
             else f"the checkpoint after step {self.begins}"
         )
@@ -196,7 +196,7 @@ class Past:
 
 @dataclass(frozen=True)
 class Made:
-    """A trainer that makes steps again, and what its beginning was like."""
+    """A trainer that makes steps again, and facts about its beginning."""
 
     trainer: Trainer
     digests: Mapping[str, int]  # of the weights before the first of these steps
@@ -205,8 +205,8 @@ class Made:
 
 
 def make_again(past: Past, original: Config, changed: Config, output: Path, ranks: Ranks, watch: Watch) -> Made:
-    """Make the trainer of the steps `past.steps`, which writes to `output`. `original` are the options of the step, and
-    `changed` those for making it again. Every rank calls this."""
+    """Make the trainer of the steps `past.steps`, which writes to `output`. `original`: the options of the step.
+    `changed`: the options with which it is made again. Every rank calls this."""
     damage = None if past.checkpoint is None else find_damage_together(past.checkpoint, ranks)
     with blaming(past, damage):
         return replace(_make_again(past, original, changed, output, ranks, watch), damage=damage)
@@ -214,7 +214,7 @@ def make_again(past: Past, original: Config, changed: Config, output: Path, rank
 
 @contextmanager
 def blaming(past: Past, damage: str | None) -> Iterator[None]:
-    """Name the damage of the checkpoint, if there is any, where an error may follow from it."""
+    """If the checkpoint is damaged, name the damage in an error that may follow from it."""
     try:
         yield
     except ReplayError:
@@ -224,7 +224,7 @@ def blaming(past: Past, damage: str | None) -> Iterator[None]:
             raise
         raise ReplayError(
             f"the checkpoint {past.checkpoint} is damaged, and step {past.step} is made again from it: {damage}. "
-            "Moved elsewhere, an older one is used, or the run's beginning"
+            "If you move it elsewhere, an older one is used, or the run's beginning"
         ) from error
 
 
@@ -286,13 +286,14 @@ def _observers(
 
 
 def _keeps_reference(original: Config, config: Config) -> bool:
-    """Tell whether the reference's log-probs of the records are those that the step needs."""
+    """Tell whether the records have the reference's log-probs that the step needs."""
     mine, theirs = (getattr(one.loss, "kl_reference", None) for one in (config, original))
     return computes_reference(original) and mine is not None and theirs is not None and mine.path == theirs.path
 
 
 def _adapted(document: Rollout, keeps_reference: bool, config: Config) -> Rollout:
-    """Return a document without a reference's log-probs that the step computes anew; check what the loss needs."""
+    """Remove the reference's log-probs if the step computes them again, and check that the document has what the loss
+    needs."""
     if computes_reference(config) and not keeps_reference:
         document = replace(document, reference_logprobs=None)
     lacks = [
@@ -306,7 +307,7 @@ def _adapted(document: Rollout, keeps_reference: bool, config: Config) -> Rollou
     if lacks:
         raise ReplayError(
             f"loss.type: {config.loss.type} needs {lacks[0]}, and the record of document {printable(document.id)} has "
-            "none, as the run needed none"
+            "none, because the run needed none"
         )
     return document
 

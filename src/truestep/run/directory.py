@@ -44,7 +44,7 @@ _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # the errors of flock w
 
 
 class RunError(TruestepError):
-    """A run's directory cannot be used."""
+    """The run's directory cannot be used."""
 
 
 class LockedError(RunError, MachineError):
@@ -122,7 +122,7 @@ class RunDirectory:
 
     def check_owner(self) -> None:
         """Raise if another process has locked the run since. A network disk takes the lock from a machine that does not
-        respond. A process that hung there may go on later, and must not write."""
+        respond; a process that hung on this machine may go on later, and must not write."""
         if self._lock is None:
             return
         content = self._read_lock(self._lock)
@@ -162,7 +162,7 @@ class RunDirectory:
             why = error.strerror or error
             return (
                 f"{self.path} cannot be locked: its file system has no locks ({why}). Two processes that write one run "
-                "damage it. If you see to it that only one does, set checkpoint.lock: false"
+                "damage it. If you make sure that only one process writes it, set checkpoint.lock: false"
             )
         handle.seek(0)
         owner = _owner(handle.read(200))
@@ -196,8 +196,8 @@ class RunDirectory:
                 if file == self.ledger and last + len(damaged) < step:
                     named = f"ends with step {last}" if last else "names no step"
                     faults.append(
-                        f"{file} {named}, and the run goes on after step {step}: which documents the steps between "
-                        "them trained on is not in it. The checkpoint knows them, so none is trained on again"
+                        f"{file} {named}, and the run goes on after step {step}: the file lacks the documents of the "
+                        "steps between them. The checkpoint knows these documents, so none is trained on again"
                     )
         if self.rejected.is_file() and self.rejected.stat().st_size > rejected_bytes:
             cut_file(self.rejected, rejected_bytes)
@@ -374,8 +374,8 @@ def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
 
 
 def _without_later_put_aside(ledger: Path, size: int, kept_bytes: int) -> int:
-    """Return the size of the ledger without lines after `kept_bytes` that name no trained document. Only its first
-    `size` bytes are looked at."""
+    """Return the size of the ledger's first `size` bytes without the lines after `kept_bytes` that name no trained
+    document."""
     for line in lines_from_the_end(ledger):
         if line.start >= size:
             continue

@@ -38,22 +38,23 @@ from truestep.text import printable
 
 GENERATIONS = "generations.jsonl"
 MARKS = ("generation", "ranks", "lost_seconds")  # metrics
-_NOTE = ".generation-ended-"  # why a generation ended: written by the first rank that knows, removed by the next
-_MOST_FAILURES = 2  # of an agent's ranks after the same checkpoint
+# A file that says why a generation ended. The first rank that knows writes it; the next generation removes it.
+_NOTE = ".generation-ended-"
+_MOST_FAILURES = 2  # failures of an agent's ranks after the same checkpoint, at which the agent leaves
 _LEAST_RESTARTS = 10
 _FROM = {"memory": "memory", "disk": "the disk"}
-# Seconds between looks for a note, while ranks connect. Torch's agents need time to find one another: an agent that
-# leaves a round before others have read it ends the run.
+# Seconds between checks for a note while ranks connect. They are long because torch's agents need time to find one
+# another: if an agent leaves a rendezvous round before the others have read it, the run ends.
 _LOOKS = 15.0
-_NOTE_TAKES = 10.0  # most seconds to write a note: without a network, a network disk may hold up a write for ever
+_NOTE_TAKES = 10.0  # most seconds to wait for a note's write: it may hang on a network disk without a network
 JOIN_PATIENCE = 180.0  # seconds in which all ranks must be connected
-_LOCK_PATIENCE = 120.0  # seconds to wait for the lock of a rank that is ending: a lease of NFS lasts 90
-_MOST_TO_FAIL = 20.0  # seconds after a signal to stop in which the end of a rank is its own failure
-_SIGNALS_TOGETHER = 5.0  # seconds in which two signals are one: a launcher and SLURM may both send it
+_LOCK_PATIENCE = 120.0  # seconds to wait until an ending rank releases the run's lock: a lease of NFS lasts 90
+_MOST_TO_FAIL = 20.0  # a rank lost more seconds than this after a stop signal was killed by its agent, and did not fail
+_SIGNALS_TOGETHER = 5.0  # stop signals within so many seconds count as one: a launcher and SLURM may both send one
 
 
 class ElasticError(TruestepError):
-    """A run that cannot go on with other ranks."""
+    """The configuration does not allow the number of ranks to change."""
 
 
 def check_elastic(config: Config, agent: Agent) -> None:
@@ -66,9 +67,9 @@ def _depends_on_ranks(config: Config) -> Iterator[str]:
     schedule, sampler = config.schedule, config.sampler
     changes = "the number of ranks may change"
     if schedule.docs_per_step == 0:
-        yield f"{changes}, and with schedule.docs_per_step: 0 a step depends on it: set schedule.docs_per_step"
+        yield f"{changes}, and schedule.docs_per_step: 0 would change steps with it: set schedule.docs_per_step"
     if schedule.overshoot == "keep":
-        yield f"{changes}, and with schedule.overshoot: keep a step depends on it: set schedule.overshoot: carry"
+        yield f"{changes}, and schedule.overshoot: keep would change steps with it: set schedule.overshoot: carry"
     if own_part(config):
         yield f"{changes}, and data.path with {{rank}} gives each rank its own files: name files that all ranks see"
     if isinstance(sampler, ServerSampler) and sampler.start is not None:
@@ -83,12 +84,12 @@ def _of_launcher(config: Config, agent: Agent) -> Iterator[str]:
         yield "checkpoint.lock: false would let two generations write the run's directory: it needs a disk with locks"
     if os.environ.get(SHARES_STORE) == str(True):
         yield (
-            f"set {OWN_STORE}=1 for torchrun, on every machine: else its agents do not find each other when the first "
-            "of them has left"
+            f"set {OWN_STORE}=1 for torchrun, on every machine: otherwise its agents do not find each other after the "
+            "first agent has left"
         )
     if agent.restarts < _LEAST_RESTARTS:
         yield (
-            f"--max-restarts {agent.restarts} is too few, since every agent spends one when a rank is lost or joins: "
+            f"--max-restarts {agent.restarts} is too few, since every loss or joining of a rank is a restart: "
             f"set --max-restarts {MAX_RESTARTS}"
         )
     layout: RankLayout = layout_of(config)
@@ -101,19 +102,19 @@ def _of_launcher(config: Config, agent: Agent) -> Iterator[str]:
 
 @dataclass
 class Elastic:
-    """The part of one rank in a run whose ranks come and go."""
+    """What one rank does in a run whose ranks come and go."""
 
     agent: Agent
     path: Path  # the run's directory
     ranks: Ranks = field(default_factory=Ranks)
-    agents: Sequence[str] = ()  # of this generation, in the order of ranks
+    agents: Sequence[str] = ()  # the agent of each rank of this generation
     watch: Watch | None = None
     directory: RunDirectory | None = None  # locked by the first rank
     asked_at: Callable[[], float] = lambda: math.inf  # `time.monotonic` when this rank was first asked to stop
     keeps: bool = False  # True: the last state is kept in memory
     limit: int | None = None  # the most bytes that a keeper holds
     memory: Memory | None = None
-    recalled: Recalled | None = None  # what the generation goes on from, if it is in memory
+    recalled: Recalled | None = None  # the state that the generation goes on from, if it was in memory
     _earlier: int = field(init=False)  # generations that had begun when this process started
 
     def __post_init__(self) -> None:
@@ -123,7 +124,7 @@ class Elastic:
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """End the process if another rank ends before all are connected: by its note, since nothing else tells."""
+        """End this process if another rank ends before all are connected. Only a note of that rank tells of it."""
         note, connected = self.path / f"{_NOTE}{generation_id()}", threading.Event()
 
         def look() -> None:
@@ -144,18 +145,18 @@ class Elastic:
             looking.join()
 
     def give_up(self, reason: str) -> None:
-        """Note why this rank ends before all are connected, and end its agent where it must."""
+        """Write why this rank ends before all are connected, and end its agent if this was its last start."""
         self._before_exit(reason, False)
 
     def count_beside(self, ranks: Ranks) -> None:
-        """Let LOCAL_WORLD_SIZE be the ranks of this machine, which share its memory and cores: an agent counts its own.
-        Every rank calls this."""
+        """Set LOCAL_WORLD_SIZE to the number of ranks on this machine, which share its memory and cores. The launcher
+        sets it to the ranks of one agent. Every rank calls this."""
         machines = ranks.gather(machine())
         os.environ["LOCAL_WORLD_SIZE"] = str(machines.count(machine()))
 
     def joined(self, ranks: Ranks, watch: Watch) -> tuple[dict[str, float], str]:
-        """Begin a generation with these ranks; return metrics for its steps, and what is said of it. Raise on all ranks
-        if one is on an agent that fails again and again."""
+        """Begin a generation with these ranks. Return metrics for its steps, and a message about it. Raise on all ranks
+        if the ranks of an agent have failed too often."""
         self.ranks, self.watch = ranks, watch
         watch.before_exit = self._before_exit
         with contextlib.suppress(ValueError):  # not the main thread
@@ -163,7 +164,7 @@ class Elastic:
         self.agents = ranks.gather(self.agent.name)
         if ranks.size < self.agent.least * self.agent.processes:  # agents left while the launcher counted them
             raise RankLostError(
-                f"{ranks.size} ranks are fewer than those of {self.agent.least} agents: all wait for more"
+                f"{ranks.size} ranks are too few, since {self.agent.least} agents are needed: all wait for more"
             )
         self.directory = RunDirectory(self.path, writes=ranks.first, patience=_LOCK_PATIENCE)
         lines, on_disk = ranks.share(self._before)
@@ -181,8 +182,8 @@ class Elastic:
         return marks, "; ".join([_sentence(line, lines[-1] if lines else None), *notes])
 
     def _before(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the lines of the generations before, and the step of the last checkpoint on the disk. Called on the
-        first rank, which locks the run first: a rank of the generation before may still write it."""
+        """Lock the run, since a rank of the generation before may still write it. Return the lines of earlier
+        generations, and the step of the last checkpoint on the disk. Called on the first rank."""
         directory = self.directory or RunDirectory(self.path)
         directory.check()
         try:
@@ -195,7 +196,7 @@ class Elastic:
 
     def _recall(self, lines: Sequence[dict[str, Any]], on_disk: int) -> list[str]:
         """Look for a state in memory that is not older than the last checkpoint on the disk. Return a sentence for each
-        that cannot be used. Every rank calls this."""
+        state that cannot be used. Every rank calls this."""
         number = lines[-1]["generation"] + 1 if lines else 1
         self.memory = Memory.open(self.ranks, self.path, self.agent, self.limit, number)
         assert self.directory is not None
@@ -204,7 +205,7 @@ class Elastic:
         return notes
 
     def _begin(self, lines: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
-        """Write the line of this generation, which goes on after `step`; return it. Called on the first rank."""
+        """Write and return the line of this generation, which goes on after `step`. Called on the first rank."""
         note = self._read_note([line.get("id", "") for line in lines])
         agents, before = list(dict.fromkeys(self.agents)), set(lines[-1]["agents"]) if lines else set()
         failed = note.get("failed", [])
@@ -224,15 +225,15 @@ class Elastic:
         }
         if self.keeps and step:
             line["from"] = "disk" if self.recalled is None else "memory"
-        if before & set(agents):  # else all launchers were started anew
+        if before & set(agents):  # otherwise all launchers were started anew
             line |= _lost(RunDirectory(self.path), step, lines[-1]["time"])
         append_json_line(self.path / GENERATIONS, line)
         self._remove_notes()
         return line
 
     def unreadable(self, error: Exception) -> RankLostError:
-        """Have all keepers forget the state that this generation went on from, which cannot be read; return the error
-        that begins another generation."""
+        """Make all keepers forget the state that this generation went on from, because it cannot be read. Return the
+        error that begins another generation."""
         assert self.memory is not None and self.recalled is not None
         self.memory.forget(everywhere=True)
         return RankLostError(
@@ -242,7 +243,8 @@ class Elastic:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """Note why this generation ends. End the agent too where its rank leaves, or where the run is over."""
+        """Write why this generation ends, if the block raises. End the agent too if its rank leaves or the run is
+        over."""
         before = signal.getsignal(signal.SIGTERM)
         try:
             yield
@@ -255,7 +257,7 @@ class Elastic:
             cause = error.cause if isinstance(error, RankLostError) else str(error)
             self.agent.leave_if_cut_off()  # before the note
             self.note(failure if own else cause, own)
-            over = self.watch is not None and self.watch.over  # an error of another rank
+            over = self.watch is not None and self.watch.over  # another rank's error ends the run
             if ends_run(error) or isinstance(error, NoDeviceError) or over or self.agent.last_start:
                 self.agent.leave()
             raise
@@ -264,7 +266,7 @@ class Elastic:
                 self.recalled.close()
 
     def ended(self, stopped: bool, notice: Path | None) -> None:
-        """End a generation in which no rank failed. `notice`: the file that may announce the end of this machine."""
+        """End a generation in which no rank failed. `notice`: a file that exists if this machine will be shut down."""
         leaves = stopped and notice is not None and notice.exists()
         if leaves:
             self.note(f"rank {self.ranks.rank} leaves: {notice} announces the end of its machine", own=False)
@@ -276,7 +278,7 @@ class Elastic:
             self.memory.end()
 
     def _told_to_end(self, number: int, frame: object) -> None:
-        """End all ranks at once, by a signal of the agent before the first step, or by a second one."""
+        """Handle SIGTERM from the agent before the first step, or a second one: end all ranks at once."""
         if time.monotonic() < self.asked_at() + _SIGNALS_TOGETHER:
             return
         reason = f"rank {self.ranks.rank} was told to end by its launcher"
@@ -292,17 +294,18 @@ class Elastic:
             self.agent.end()
 
     def note(self, reason: str, own: bool) -> None:
-        """Write why the generation ends, unless another rank has, or a later generation has begun: nobody would read it
-        or remove it. `own`: this rank failed. Return after some seconds in any case."""
+        """Write the note of this generation, which says why it ends. Write none if another rank has, or if a later
+        generation has begun, since that would not read or remove it. `own`: this rank failed. Return after
+        `_NOTE_TAKES` at the latest."""
         gone = self.watch.lost if self.watch is not None and not own else ()
         if time.monotonic() > self.asked_at() + _MOST_TO_FAIL:
-            gone = ()  # agents kill what does not stop in 30 s
+            gone = ()  # an agent kills ranks that have not ended 30 s after a stop signal
         failed = [self.agent.name] if own else [self.agents[rank] for rank in gone if rank < len(self.agents)]
         file = self.path / f"{_NOTE}{generation_id()}"
 
         def write() -> None:
             with contextlib.suppress(OSError):
-                self.path.mkdir(parents=True, exist_ok=True)  # the run may be about to start
+                self.path.mkdir(parents=True, exist_ok=True)  # a run that is starting may not have made it yet
                 if generation_id() in _ids(self.path / GENERATIONS)[self._earlier : -1]:  # a later generation has begun
                     return
                 with file.open("x", encoding="utf-8") as opened:
@@ -313,8 +316,8 @@ class Elastic:
         writing.join(_NOTE_TAKES)
 
     def _read_note(self, ids: Sequence[str]) -> dict[str, Any]:
-        """Return the note of the last of these generations, or of a later one that never began; {} if there is none. A
-        rank of an earlier one that went on later may have left a note, too."""
+        """Return the note of the last of these generations, or of a later one that never began; {} if there is none.
+        Notes of earlier generations are not read: a suspended rank of one may have written its note late."""
         notes = {file.name.removeprefix(_NOTE): file for file in self.path.glob(f"{_NOTE}*")}
         last = ids[-1] if ids else None
         later = [name for name in notes if name not in ids]
@@ -340,12 +343,12 @@ def _read(note: Path) -> dict[str, Any]:
 
 
 def _own_rank() -> int:
-    """This process's rank, also before it has connected."""
+    """Return this process's rank. It is known before the process has connected."""
     return int(os.environ.get("RANK", "0"))
 
 
 def still_stands(key: Key, lines: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether a generation of this run kept this state, and no later generation went on from an earlier step."""
+    """Tell whether a generation of this run made this state, and no later generation went on from an earlier step."""
     generation, began, step = key
     its_own = any(line["generation"] == generation and line["time"] == began for line in lines)
     return its_own and all(line["step"] >= step for line in lines if line["generation"] > generation)
@@ -353,10 +356,11 @@ def still_stands(key: Key, lines: Sequence[Mapping[str, Any]]) -> bool:
 
 def _lost(directory: RunDirectory, step: int, began: float) -> dict[str, Any]:
     """Count the steps that are rolled back, and the seconds since the step that the run goes on from. `began`: when the
-    generation before began; if it wrote no step, what was lost before it is counted already."""
+    generation before began. If it wrote no step, earlier losses are not counted again."""
     if not directory.ledger.is_file():
         return {}
-    seen: list[int] = []  # documents seen after the last step, and after the one that the run goes on from
+    # documents seen after the last step, and after each earlier one back to the one that the run goes on from
+    seen: list[int] = []
     written = directory.ledger.stat().st_mtime
     steps, seconds = 0, max(0.0, time.time() - max(written, began))
     if written < began:

@@ -98,7 +98,7 @@ def _changes_since(made_by: Config | None, config: Config) -> list[str]:
     ]
     if before.get("model.path") != now.get("model.path"):
         notes.append(
-            "the weights still come from the checkpoint: model.path is read at a run's beginning only. To begin with "
+            "the weights still come from the checkpoint: model.path is read only at a run's beginning. To begin with "
             "the new model, name another checkpoint.directory"
         )
     return notes
@@ -181,7 +181,7 @@ def _memory(config: Config, ranks: int) -> str:
         shape, layout = read_shape(config), layout_of(config, ranks)
         planned, rates = most_of(config, shape, layout), kept_here(ranks)
         step = None if rates is None else plan_time(config, shape, layout, rates)
-    except TruestepError as error:  # a model whose layers are not found: the run does not need the plan
+    except TruestepError as error:  # the model's layers are not found; the run does not need the plan
         return f"not known ({printable(error, 100)})"
     timed = "" if step is None else f"; {step.total:.2f} s of computing for {step.tokens:,.0f} tokens"
     rank = ", on the rank that needs most" if ranks > 1 else ""

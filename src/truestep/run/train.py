@@ -98,14 +98,15 @@ def train(
 
 
 def _elastic(config: Config) -> Elastic | None:
-    """Return this rank's part in a run whose ranks come and go; None if their number is fixed."""
+    """Make the `Elastic` of this rank if the run's ranks come and go; None if their number is fixed."""
     agent = find_agent()
     given = config.checkpoint
     if agent is None:
         if given.in_memory_every is not None:
             raise TrainingError(
-                f"checkpoint.in_memory_every: {given.in_memory_every} keeps the state for ranks that come again, which "
-                "only torchrun with --nnodes MIN:MAX starts (truestep elastic-command): leave it out, or start so"
+                f"checkpoint.in_memory_every: {given.in_memory_every} keeps the state for ranks that are started "
+                "again, which only torchrun with --nnodes MIN:MAX does (truestep elastic-command): leave it out, or "
+                "start the run with that command"
             )
         return None
     limit = None if given.in_memory_gigabytes is None else int(given.in_memory_gigabytes * 1e9)
@@ -124,7 +125,7 @@ def _train(
     if elastic is not None:
         check_elastic(config, elastic.agent)
     elif unknown_launcher():
-        notes.append("the launcher is not torchrun: the number of ranks is fixed, also where it could start fewer")
+        notes.append("the launcher is not torchrun: the number of ranks is fixed, even if it could start fewer")
     _refuse_notice(config)
     with nullcontext() if elastic is None else elastic.connecting():
         ranks = join_ranks(config) if elastic is None else join_ranks(config, JOIN_PATIENCE, elastic.give_up)
@@ -165,7 +166,7 @@ def _train(
 
 
 def _refuse_notice(config: Config) -> None:
-    """Raise if the end of this machine is announced: the run would stop at its first step."""
+    """Raise if the end of this machine is announced, because the run would stop at its first step."""
     notice = config.schedule.preemption_file
     if notice is not None and Path(notice).exists():
         raise TrainingError(f"schedule.preemption_file: {notice} is there already: remove it, and start again")
@@ -285,8 +286,8 @@ def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDire
 
 
 def _tell_again(supply: Supply, checkpoint: Path, step: int, documents_seen: int) -> None:
-    """Tell the source of a checkpoint: the run may have been killed before it did. It does not hear of one in memory:
-    after a further loss the run may go on from the disk."""
+    """Tell the source of the checkpoint on the disk, because the run may have been killed before it told the source.
+    The source is not told of a checkpoint in memory: if a rank is lost again, the run may go on from the disk."""
     if from_keepers(checkpoint):
         return
     supply.source.checkpointed(documents_seen)
@@ -348,8 +349,8 @@ def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
 
 
 def _check(config: Config, ranks: Ranks, elastic: Elastic | None, opened: ExitStack) -> RunDirectory:
-    """Check the configuration and its inputs before the model is loaded, which can take minutes; return the run's
-    directory. A start that fails gives its lock back."""
+    """Check the configuration and its inputs before the model is loaded, which can take minutes. Return the run's
+    directory, locked. If a check fails, the lock is released."""
     keep_secrets_of(config.model_dump())
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -406,8 +407,8 @@ def _undamaged(
     store: CheckpointStore, directory: RunDirectory, ranks: Ranks, recalled: Recalled | None
 ) -> tuple[Path | None, list[str]]:
     """Find the newest undamaged checkpoint, in memory or on the disk. Rename newer, damaged checkpoints and return a
-    warning for each. A run does not go on by itself from a checkpoint that was kept only as the best, which may be
-    thousands of steps older."""
+    warning for each. A checkpoint that was kept only as the best is not used, because it may be thousands of steps
+    older."""
     if recalled is not None:
         return recalled.path, []
     ranks.share(lambda: directory.lock() if directory.path.exists() else None)

@@ -152,7 +152,7 @@ class Trainer:
             if self.memory is not None:
                 self.memory.close()
         finally:
-            self.directory.unlock()  # last: a source gives back what it holds only where the run is still its own
+            self.directory.unlock()  # last: a source gives back its documents only if this process still has the lock
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = self._told_to_stop
@@ -166,7 +166,7 @@ class Trainer:
                 self._evaluate()
                 if self._lacks_evaluation() and self._asked_to_stop():
                     ended = None  # the resumed run makes this evaluation
-            # Agree again: a signal may have interrupted the wait of one rank alone, or come after the last agreement.
+            # Agree again: a signal may have interrupted only one rank's wait, or come after the last agreement.
             signalled = ended is None and self._agree() is not None
             grace = self.save_rule.grace
             self._save_last(self.state.asked_at + grace if signalled and grace is not None else None)
@@ -239,8 +239,9 @@ class Trainer:
         return self.stopped_by is not None
 
     def _agree(self) -> int | None:
-        """Gather stop signals, callback requests and save reports from all ranks, and act on them alike. Return the
-        number of the signal that asked a rank to stop. A signal that comes during the gather counts at the next one."""
+        """Gather stop signals, callback requests and save reports from all ranks, and act on them in the same way on
+        each. Return the number of the signal that asked a rank to stop. A signal that comes during the gather counts at
+        the next one."""
         self._told_to_stop()
         told = self.ranks.gather((self.stopped_by, self.callbacks.asked, self.saves.report()))
         agreed = next((number for number, *_ in told if number is not None), None)
@@ -405,7 +406,7 @@ class Trainer:
         saves.prepare(self.policy, lambda: optimizer_parts(self.optimizer, self.policy.weights))
 
     def _keep_in_memory(self, memory: Saves) -> None:
-        """Begin to copy the state to host memory, where it is due. It is kept before the next step's update."""
+        """Begin to copy the state to host memory if a copy is due. The copy is complete before the next update."""
         if self.step % self.save_rule.in_memory_every:
             self._prepare(memory)
         elif self.steps is None or self.step < self.steps:
@@ -444,7 +445,7 @@ class Trainer:
         return saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face, sync)
 
     def _save_last(self, deadline: float | None) -> None:
-        """Save at the end of the run, by the deadline if there is one."""
+        """Save at the end of the run, before the deadline if there is one."""
         self._finish_save(deadline)
         if deadline is not None and any(self.ranks.gather(time.monotonic() > deadline)):
             return
@@ -480,7 +481,7 @@ class Trainer:
         try:
             for kind in kinds:
                 signal.signal(kind, ask)
-        except ValueError:  # not the main thread: only that one may set signal handlers
+        except ValueError:  # only the main thread may set signal handlers
             before = {}
         try:
             yield

@@ -39,10 +39,10 @@ def _key(names: Sequence[str]) -> str:
 
 
 class WeightLines(Observer):
-    """Writes a step's line when the next step has been made: its numbers are on the host by then."""
+    """Writes a step's line after the next step, when its numbers are on the host."""
 
     def __init__(self, directory: RunDirectory, trace: Trace, made_by: Mapping[str, Any], begins: bool = False):
-        """`begins`: the weights are the run's first ones, and get a line."""
+        """`begins`: True if the weights are the run's first ones, which get a line too."""
         self._directory, self._trace, self._made_by, self._begins = directory, trace, made_by, begins
         self._waiting: tuple[int, Answer] | None = None
 
@@ -80,7 +80,7 @@ def _packed(measured: Measured) -> str:
 
 
 def made_by(config: Config, policy: Policy) -> dict[str, Any]:
-    """Return what a step's exact bits depend on besides its documents and options: layout, machine and versions."""
+    """Return the layout, machine and versions, on which a step's exact bits depend besides documents and options."""
     ranks = policy.weights.ranks
     layout = {name: size for name, size in ranks.layout.every.items() if size > 1}
     gpu = policy.device.type == "cuda"

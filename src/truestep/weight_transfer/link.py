@@ -44,8 +44,8 @@ class Wire(Protocol):
 
 
 def join(wire: Wire, ranks: int, answer: "Future[Any]", patience: float) -> None:
-    """Join a group with a server. `answer` is the server's answer to the request to join; an error of it is raised.
-    Raise `LinkError` after `patience` seconds."""
+    """Join a group with a server. `answer` is the server's answer to the request to join; its error is raised. Raise
+    `LinkError` after `patience` seconds."""
     joined: Future[None] = Future()
 
     def enter() -> None:
@@ -81,7 +81,7 @@ class Sender:
 
     def begin(self, entries: Iterable[Entry]) -> None:
         """Announce all tensors."""
-        assert not self._under_way and self._filling is None, "the one before has ended"
+        assert not self._under_way and self._filling is None, "the previous transfer has ended"
         self._chunks = deque(chunks_of(entries, self._size))
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class Sender:
     def finish(self) -> None:
         """Wait until all tensors are sent."""
         if self._chunks or self._filling is not None:
-            raise LinkError("tensors that were announced were not given")
+            raise LinkError("some announced tensors were not sent")
         self._wait_for(0)
 
     def _next(self, name: str) -> "_Chunk":
@@ -115,7 +115,7 @@ class Sender:
                 self._watch()
                 waited = time.monotonic() - began
                 if waited > self._patience:
-                    raise LinkError(f"a chunk of weights was not taken in {self._patience:g} s")
+                    raise LinkError(f"the server did not receive a chunk of weights within {self._patience:g} s")
                 if waited > _BRIEF:
                     time.sleep(_NAP)
             self._under_way.popleft()

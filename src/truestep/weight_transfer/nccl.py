@@ -1,4 +1,4 @@
-"""An NCCL group of the trainer, which is rank 0, and all ranks of one server.
+"""An NCCL group of the trainer (rank 0) and all ranks of one server.
 
 vLLM's backend `nccl` receives the group's id by HTTP and joins the group. Then all ranks all-reduce one float32, and
 rank 0 broadcasts the weights. torch.distributed uses a different handshake to join groups, so NCCL's functions are

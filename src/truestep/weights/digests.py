@@ -49,7 +49,7 @@ def run_of(box: Box, whole: Sequence[int]) -> Run | None:
 
 
 def digest_of_box(part: torch.Tensor, box: Box, whole: Sequence[int]) -> torch.Tensor:  # [] int64
-    """Add up the numbers of a box, whatever dimensions it is cut in."""
+    """Compute the digest of a box of a weight, which may be cut in any dimensions."""
     if (run := run_of(box, whole)) is not None:
         return digest(part.contiguous(), run)
     stride = math.prod(whole[1:])
@@ -168,7 +168,7 @@ class Trace:
                 return [*self._by_kernel(simple), *self._plainly(odd)]
             except Exception:  # no Triton, or no compiler: a record of the step must not end the run
                 self._kernel_fails = True
-                log.warning("digests of weights by a Triton kernel fail; plain torch makes them", exc_info=True)
+                log.warning("the Triton kernel of weights' digests fails; plain torch is used", exc_info=True)
         return self._plainly({**simple, **odd})
 
     def _plainly(self, own: Mapping[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor, torch.Tensor]]:

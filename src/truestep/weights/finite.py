@@ -44,8 +44,8 @@ def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def named_by_all(ranks: Ranks, names: Sequence[str]) -> list[str]:
-    """Gather the names found on all ranks, without duplicates. Every rank calls this. `verify` makes `Ranks` that only
-    describe a layout, without a process group; these return their own names."""
+    """Gather the names found on all ranks, without duplicates. Every rank calls this. `verify` makes `Ranks` without a
+    process group, which only describe a layout; for these, return this rank's own names."""
     parts = [names] if ranks.host is None else ranks.gather(list(names))
     return list(dict.fromkeys(name for part in parts for name in part))
 

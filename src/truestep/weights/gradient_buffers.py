@@ -1,5 +1,5 @@
-"""A table of weights whose gradients are added to float32 buffers by kernels, not by autograd. Each weight's key in it
-is a number. Operators in compiled code take the number, and look up the weight and the owner of its buffer."""
+"""A table of weights whose gradients are added to float32 buffers by kernels, not by autograd. Each weight has a
+number. Operators in compiled code take the number, and look up the weight and the owner of its buffer in the table."""
 
 import itertools
 import weakref

@@ -164,7 +164,7 @@ def read_parameters(
 ) -> Callable[[], None]:
     """Read each parameter of a model. `lent` maps parameters to those that are read in their place. Frozen parameters
     are stored in `frozen_dtype`, if given. Frozen parameters with names in `held` are not read; they share the tensors
-    there. Return a function that puts the unread parameters back."""
+    of `held`. Return a function that puts the unread parameters back."""
     places: dict[torch.Tensor, torch.nn.Parameter] = {}
     shared = {parameter: held[name] for name, parameter in model.named_parameters() if name in held} if held else {}
 

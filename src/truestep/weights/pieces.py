@@ -31,8 +31,8 @@ class WeightSlice:
     at_end: bool = False  # whether the weight is the embedding's or the head's
 
     def counted_on(self, ranks: Ranks) -> bool:
-        """Return whether sums over all weights count this rank's slice. Of several ranks with equal values, only one
-        counts it."""
+        """Return whether sums over all weights count this rank's slice. If several ranks have equal values, only one of
+        them counts the slice."""
         return ranks.stage == self.stages[0] and all(self.is_cut(axis) or ranks.place_on(axis) == 0 for axis in CUT)
 
     def is_cut(self, axis: str) -> bool:

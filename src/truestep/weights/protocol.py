@@ -49,7 +49,7 @@ class Weights(Protocol):
     masters_on_host: bool = False
     shared: bool = False  # other models use the same frozen weights, so they must not be moved
     _settle: Callable[[], None] = staticmethod(lambda: None)  # waits for copies to the host; see `moved_beside`
-    # gradient buffers are freed between steps, so that states in flight to the host can use the memory
+    # True: gradient buffers are freed between steps, so that states in flight to the host can use the memory
     _lends: bool = False
     _masters: dict[str, torch.nn.Parameter]
 
@@ -85,13 +85,13 @@ class Weights(Protocol):
         return
 
     def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
-        """Return rows of the weight that the model computes with, which is rounded from the master; None if it is the
-        master."""
+        """Return rows of the weight that the model computes with, which is rounded from the master; None if the model
+        computes with the master itself."""
         return None
 
     def computed(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of each trained weight as the model computes with it: the rounded copy, else the
-        master."""
+        """Return this rank's part of each trained weight that the model computes with: the rounded copy, or the master
+        if there is no copy."""
         copies = {name: self.computed_rows(name, slice(None)) for name in self._masters}
         return {name: self._masters[name].detach() if copy is None else copy for name, copy in copies.items()}
 

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that are in the memory of other machines: a rank reads what it needs of them from a keeper."""
+"""Parts of a checkpoint that are in the memory of other machines. A rank reads the bytes it needs from a keeper."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,8 +33,7 @@ class RemotePart:
 
 
 def note_remote(checkpoint: Path, parts: Mapping[str, RemotePart]) -> None:
-    """Note that keepers hold a checkpoint, and which of its files of parts are on other machines. Only this process
-    reads it."""
+    """Record, for this process, that keepers hold a checkpoint, and which of its parts are on other machines."""
     _remote[checkpoint.resolve()] = dict(parts)
 
 

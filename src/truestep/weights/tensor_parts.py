@@ -1,8 +1,8 @@
 """A checkpoint's tensors in parts: each rank writes its parts, and a rank of any layout reads its own.
 
 A part is a box: a start and a length in each dimension of the whole tensor. A checkpoint's `truestep/tensors.json`
-lists the boxes of each tensor with file and byte offset, so that a rank reads only the values that it needs. Of a
-thousand ranks it has a million boxes: so a tensor's boxes are a table of numbers, compressed.
+lists the boxes of each tensor with file and byte offset, so that a rank reads only the values that it needs. With a
+thousand ranks there are a million boxes, so the boxes of a tensor are stored as a compressed table of numbers.
 """
 
 import base64
@@ -112,7 +112,7 @@ def own_box(weights: Weights, name: str, shape: Sequence[int]) -> Box:
 
 
 def written_here(weights: Weights) -> list[str]:
-    """Return the names of weights whose part this rank writes. If several ranks have the same part, one of them writes
+    """Return the names of weights whose parts this rank writes. If several ranks have the same part, one of them writes
     it."""
     return _places_of(weights).names
 
@@ -132,8 +132,8 @@ def part_name(number: int) -> str:
 
 
 def describe_parts(file: Path, parts: Iterable[TensorPart], name: str | None = None) -> bytes:
-    """Describe a file of parts for `write_index`. Every rank is sent the descriptions of all: they are compressed.
-    `name`: the file's name in the checkpoint."""
+    """Describe a file of parts for `write_index`. The description is compressed, because every rank gets those of all
+    ranks. `name`: the file's name in the checkpoint."""
     places = tensor_places(file)
     described = {
         part.key: {"type": places[part.key][0], "whole": list(part.whole), "start": list(part.start)}
@@ -200,7 +200,7 @@ class _Entry:
         return np.array(rows, np.int64).reshape(-1, columns)
 
     def common(self, box: Box) -> Iterator[tuple[_Place, Box]]:
-        """Yield the parts that have values of a box, and these values' box."""
+        """Yield each part that has values of a box, with the box of these values."""
         rows, ndim = self.rows(), len(self.shape)
         starts, ends = rows[:, 2 : 2 + ndim], rows[:, 2 : 2 + ndim] + rows[:, 2 + ndim :]
         begins = np.maximum(starts, np.array(box.start, np.int64))
@@ -211,8 +211,8 @@ class _Entry:
             yield place, Box(tuple(begins[number].tolist()), tuple(lengths[number].tolist()))
 
 
-# Which rows of tensors: part `a` of `b`, and of these rows part `c` of `d`, and so on, as FSDP divides rows. Where rows
-# are fewer than parts, as those of stacked experts may be, their bytes are divided.
+# A choice of rows of each tensor: part `a` of `b`, then of these rows part `c` of `d`, and so on, as FSDP divides rows.
+# If there are fewer rows than parts, as for stacked experts, the bytes of each row are divided.
 Shares = Sequence[tuple[int, int]]
 
 
@@ -228,7 +228,8 @@ class IndexSpans:
         """Return the spans of a rank's share of each tensor, by file."""
         file, byte, first, count, width, size = self.table.T
         low, high = np.zeros_like(size), size
-        place, places = np.zeros_like(size), np.ones_like(size)  # among the ranks that divide the bytes of these rows
+        # This rank's number among the ranks that divide the bytes of these rows, and their number.
+        place, places = np.zeros_like(size), np.ones_like(size)
         for part, parts in shares:
             rows = high - low
             enough, each = rows >= parts, -(-rows // parts)
@@ -252,7 +253,7 @@ class IndexSpans:
 
 
 def spans_of(index: bytes) -> IndexSpans:
-    """Return where the rows of all tensors are, from the content of a checkpoint's `INDEX`. Scalars have no rows."""
+    """Return the places of all tensors' rows, from the content of a checkpoint's `INDEX`. Scalars have no rows."""
     entries = _entries(index, Path(FOLDER))
     files: Sequence[Path] = next((entry.files for entry in entries.values()), ())
     tables = [np.zeros((0, 6), np.int64)]

@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_is_the_run_that_did_not_stop(model: Path, tmp_path: 
     for name in ("metrics.jsonl", "ledger.jsonl"):
         whole, parts = (without_times(read_lines(tmp_path / run / name)) for run in ("whole", "parts"))
         assert whole == parts
-    with pytest.raises(SourceError, match="the environment makes other prompts than then"):
+    with pytest.raises(SourceError, match="the environment now makes other prompts"):
         quiet_trainer(gym_config(model, tmp_path / "parts", {"seed": 4}, schedule={"steps": 3}))
 
 

@@ -320,7 +320,7 @@ def test_an_episode_that_forks_without_end_is_lost_alone() -> None:
     with serving("Hostile") as service:
         beside, attacker = begun(service), begun(service, attack="forks_without_end")
         got = outcome(service.step(attacker, Answer("x")))
-        assert re.search(r"started more than \d+ processes, and this one the most$", str(got)), got
+        assert re.search(r"started more than \d+ processes, this episode the most$", str(got)), got
         assert stepped(service, beside) == End(0.5)
 
 

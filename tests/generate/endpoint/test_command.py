@@ -48,7 +48,7 @@ def test_a_run_trains_on_what_programs_write(model: Path, tmp_path: Path) -> Non
     assert [line["num_documents"] for line in lines] == [8, 8]
     for line in lines:
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-6)
-    assert "a program asked for temperature 0.3, and what is trained on is drawn as" in console
+    assert "a program asked for temperature 0.3, but completions to train on are drawn as" in console
     rows = kept_rows(tmp_path / "run")
     assert len(rows) == 16
     for row in rows:

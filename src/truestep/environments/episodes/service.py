@@ -70,7 +70,7 @@ class EpisodeService:
         self._closed = False
         self._tools: Future[dict[str, Any]] = Future()
         self._first_ones = FirstOnes("episode", "a policy that fails gets 0")
-        self._num_first = FirstOnes.most  # how many more episodes count as first ones
+        self._num_first = FirstOnes.most  # how many more episodes count among the run's first
         self._judged: set[int] = set()  # the numbers of episodes with an outcome
 
     # ---- calls
@@ -91,7 +91,7 @@ class EpisodeService:
         return begun
 
     def step(self, episode: Episode, answer: Answer) -> "Future[Said | End]":
-        """Give a turn of the policy to an episode. The `reward` of an End is a Rating."""
+        """Pass the policy's answer to an episode. The `reward` of an End is a Rating."""
         calls = [
             {name: value for name, value in asdict(call).items() if name in _OF_CALLS} for call in answer.tool_calls
         ]
@@ -143,7 +143,7 @@ class EpisodeService:
                 assert isinstance(part, Rows)
                 count += len(part.rows)
                 if count > MOST_ROWS:
-                    raise EpisodeError(f"the environment makes more than {MOST_ROWS:,} rows: they have to end")
+                    raise EpisodeError(f"the environment makes more than {MOST_ROWS:,} rows: `rows` must end")
                 if part.is_none or (part.is_last and not count):
                     raise EpisodeError(f"the environment makes no prompts {which}: its `rows` gives none")
                 yield from part.rows
@@ -221,7 +221,7 @@ class EpisodeService:
         return self._first_ones.judge(outcome)
 
     def left(self, episode: Episode) -> None:
-        """Let another episode count as a first one, in place of one that was closed without an outcome."""
+        """Let another episode count among the run's first if this one was closed without an outcome."""
         with self._lock:
             self._num_first += episode.is_first and episode.number not in self._judged
 

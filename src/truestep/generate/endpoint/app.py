@@ -64,7 +64,7 @@ def make_app(keys: Keys, model: str, accepts: Callable[[str], bool], others: Seq
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "")
-        what = "without a secret, requests to this machine's own names are answered alone, such as 127.0.0.1"
+        what = "without a secret, only requests to this machine's own names are answered, such as 127.0.0.1"
         refused = None if accepts(host) else _refused_for(RequestError(what, status=403))
         await (refused or app)(scope, receive, send)
 

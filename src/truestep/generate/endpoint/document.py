@@ -108,7 +108,7 @@ class Document:
     async def _complete(self, asked: Asked, on_tokens: OnChoice | None) -> list[Choice]:
         if asked.stop and not self._stops_by_text:
             raise RequestError("stop: servers that sample for a run take no stop texts", param="stop")
-        # Otherwise a server would refuse it, as if it were the run's error.
+        # Otherwise a server would refuse the request, and this would count as the run's error.
         if max(asked.stop_ids, default=0) >= len(self.tokenizer):
             raise RequestError("stop_token_ids: one is not in the vocabulary", param="stop_token_ids")
         self.tools = told_apart([*self.tools, *(tool["function"]["name"] for tool in asked.tools)])

@@ -18,8 +18,7 @@ _KEY_BYTES = 24
 
 @dataclass(eq=False)
 class Served:
-    """A document, and where its requests are completed: in the event loop, and with the context, in which this object
-    was made."""
+    """A document. Its requests are completed in the event loop, and with the context, in which this object was made."""
 
     document: Document
     posted: Callable[[], None] = lambda: None  # called in the event loop when a reward has been posted

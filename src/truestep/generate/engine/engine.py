@@ -257,7 +257,7 @@ class Session:
     def step(self) -> list[tuple[int, Completion]]:
         """Launch a step. Return the completions that are now known to have ended, with their numbers."""
         plan = self._scheduler.plan()
-        ended, self._ended = self._ended, []  # these ended in the previous step: their routes are copied by now
+        ended, self._ended = self._ended, []  # completions of the previous step; their routes are copied by now
         if plan:
             self._flying.append(self._launch(plan))
             self.counts.steps += 1
@@ -302,7 +302,8 @@ class Session:
         if plan.rows:
             drawn.append(self._decode_rows(plan.rows))
         drawing: list[Start | Row] = [*plan.starts, *plan.rows]
-        last = [one for one in drawing if one.job.drawn == one.job.most]  # from the next step on, their pages are free
+        # This step draws their last token. The next step may reuse their pages.
+        last = [one for one in drawing if one.job.drawn == one.job.most]
         self._fetch_routes([(self._open.get(one.job.number), one.pages, one.job.length) for one in last])
         numbers = [start.job.number for start in plan.starts] + [row.job.number for row in plan.rows]
         if not drawn:
@@ -464,7 +465,7 @@ class Session:
         values = (values.view(np.float64).tolist() for values in floats)
         for number, token, logprob, mass in zip(numbers, tokens, *values, strict=True):
             if not self._scheduler.learned(number, token):
-                continue  # the completion had ended before; this step was launched without knowing that
+                continue  # the completion had ended, but the host did not know it when it launched this step
             made += 1
             state = self._open[number]
             state.tokens.append(token)
@@ -496,7 +497,7 @@ def engine_of(policy: Policy, exact: bool = False) -> Engine | str:
         except (torch.OutOfMemoryError, InexactError):
             raise
         except (UnservedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # A model's own code may fail in any of these ways with a KV cache that it does not know.
+            # A model's own code may raise any of these if it does not support this KV cache.
             found = str(error) or type(error).__name__
             if exact:
                 raise InexactError(

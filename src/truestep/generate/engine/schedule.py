@@ -47,9 +47,9 @@ class Scheduler:
         """`together`: prefill starts when this many slots are free, or enough for all waiting completions, or when
         nothing runs. It does not start earlier, because a prefill step has a fixed cost. `prompts_first`: up to this
         many prefill steps in a row run without decoding, because decoding few rows takes nearly as long as decoding
-        many. `patience`: if fewer than `together` completions wait and at least `together` run, those that wait do so
-        for up to this many steps. `states`: the number of slots for states, which must be more than `slots`; 0: the
-        model has no recurrent states."""
+        many. `patience`: if fewer than `together` completions wait and at least `together` run, prefill is put off for
+        up to this many steps. `states`: the number of slots for states, which must be more than `slots`; 0: the model
+        has no recurrent states."""
         self.page_size, self.slots = page_size, slots
         self._chunk_tokens, self._together, self._prompts_first = chunk_tokens, together, prompts_first
         self._patience = patience
@@ -64,11 +64,11 @@ class Scheduler:
         self._queue: deque[Prompt] = deque()
         self._waiting: dict[tuple[int, ...], Prompt] = {}  # prompts of the queue that new jobs may share
         self._unlearned: list[Job] = []  # preempted jobs whose last tokens the host has not read yet
-        self._released: list[int] = []  # pages that the step planned last still reads
+        self._released: list[int] = []  # pages that the last planned step still reads
         self._released_slots: list[int] = []
         self._released_places: list[int] = []
         self._released_states: list[int] = []
-        self._kept: list[KeptState] = []  # states that the step planned last computes
+        self._kept: list[KeptState] = []  # states that the last planned step computes
         self._lost: list[tuple[int, list[int], int]] = []  # see `take_lost`
         self.prompt_tokens = 0  # prompt tokens computed so far
         self.cached_tokens = 0  # tokens of prompts whose keys and values were found in the cache
@@ -116,7 +116,7 @@ class Scheduler:
 
     def take_lost(self) -> list[tuple[int, list[int], int]]:
         """Return the numbers of the jobs that were preempted since the last call, with their pages and the number of
-        tokens in these pages. Steps from the next one on overwrite the pages."""
+        tokens in these pages. The next step may overwrite the pages."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -183,7 +183,7 @@ class Scheduler:
     def _plan_rows(self, plan: EngineStep) -> None:
         for job in list(self._running):
             if job.slot < 0:
-                continue  # it was preempted for one that started earlier
+                continue  # a job that started earlier has preempted it
             if len(job.pages) * self.page_size == job.length:
                 page = self._take_page_for(job)
                 if page is None:
@@ -212,8 +212,8 @@ class Scheduler:
         return self._pool.take()
 
     def _register(self, job: Job) -> None:
-        """Register the page that a running completion has filled. This is done when the token that the host has read
-        last begins a new page, because the keys and values of all tokens before it are then in the cache."""
+        """Register the page that a running completion has filled. This is done when the last token that the host read
+        begins a new page, because the keys and values of all earlier tokens are then in the cache."""
         before, rest = divmod(len(job.prompt) + len(job.tokens) - 1, self.page_size)
         if self._states.size or rest or len(job.digests) >= before or len(job.pages) < before:
             return

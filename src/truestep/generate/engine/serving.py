@@ -74,7 +74,7 @@ def serve_with_kernels(
 
 
 def _right(what: str, check: Callable[[], str | None]) -> bool:
-    return serves(f"the sampler's {what}", "plain torch does", check)
+    return serves(f"the sampler's {what}", "plain torch is used", check)
 
 
 def check_attention(

@@ -75,8 +75,8 @@ async def _check_last_token(server: InferenceServer, size: int) -> None:
     except ServerError:
         return
     raise ServerError(
-        f"sampler.urls: {server.url} takes token {size}, the trainer's vocabulary having {size}: it serves "
-        "another model"
+        f"sampler.urls: {server.url} accepts token {size}, but the trainer's vocabulary has only {size} tokens: it "
+        "serves another model"
     )
 
 
@@ -108,7 +108,7 @@ async def find_routes(
         request = Request(prompts[0].input_ids[:_FEW], DrawOptions(1.0, 1, frozenset()))
         try:
             (choice,) = await complete(server, request, 1, vocabulary_size, 0)
-        except ServerError:  # the server knows no such request, or refuses to return experts
+        except ServerError:  # the server does not know this option, or refuses to return experts
             choice = None
         if choice is not None and choice.routes is not None:
             server.routes = wanted

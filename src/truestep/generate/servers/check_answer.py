@@ -46,7 +46,7 @@ async def stream(
     try:
         choices = await server.stream(request, n, arrived)
     except BadAnswerError:
-        if errors:  # an error of `on_tokens`, which was mistaken for an unreadable answer
+        if errors:  # `on_tokens` raised it, and it was mistaken for an unreadable answer
             raise errors[0] from None
         raise
     return _with_routes(server, check_choices(choices, request, n, vocabulary_size, versions), request)
@@ -62,7 +62,7 @@ def _with_routes(server: InferenceServer, choices: list[Completion], request: Re
             continue
         try:
             if choice.routes is not None and len(choice.routes) != tokens - 1:
-                raise BadRecord(f"{ROUTES} has {len(choice.routes)} rows for {tokens} tokens: the last alone has none")
+                raise BadRecord(f"{ROUTES} has {len(choice.routes)} rows for {tokens} tokens: only the last has none")
             check_routes(choice.routes, tokens, server.routes)
         except BadRecord as error:
             missing = f". {server.advice.routes}" if choice.routes is None else ""

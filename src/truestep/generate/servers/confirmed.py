@@ -49,7 +49,7 @@ class _Recorder:
     def __init__(self, fleet: Fleet, places: asyncio.Semaphore):
         self._fleet, self._places = fleet, places
         self.answers: list[ServedCompletions] = []
-        self.lost = False  # a stream was lost after some of its tokens: the work begins again
+        self.lost = False  # True: a stream was lost after some of its tokens, so the work begins again
 
     @property
     def all_confirmed(self) -> bool:

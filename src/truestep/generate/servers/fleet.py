@@ -81,7 +81,7 @@ class Server:
 
 @dataclass(eq=False)
 class ServedCompletions:
-    """The completions of one request. A later probe either confirms them or makes them void, once and for all."""
+    """The completions of one request. A later probe either confirms them or makes them void; this is final."""
 
     server: Server
     choices: list[Completion]
@@ -138,11 +138,11 @@ class Fleet:
         return [replace(choice, server=served.server.url, answer=served) for choice in served.choices]
 
     async def ask(self, request: Request, n: int, on_tokens: OnTokens | None = None) -> ServedCompletions:
-        """Send a request for `n` completions to the server with the fewest in flight, or to the one that has the past
-        of its conversation."""
+        """Send a request for `n` completions to the server with the fewest in flight, or to the server that served the
+        earlier turns of its conversation."""
         if request.options.truncates or request.options.stop:
             raise ServerError(
-                "inference servers draw at a temperature alone: without top_p, top_k, min_p and stop texts"
+                "inference servers sample with a temperature only, without top_p, top_k, min_p and stop texts"
             )
         server = await self._pick(request.session)
         version, epoch, size = server.version, server.epoch, self._vocabulary_size
@@ -150,7 +150,7 @@ class Fleet:
         server.in_flight += n
         server.served += n
         try:
-            # If streams have no experts, the completion is not streamed, and its tokens come all at once.
+            # If streams do not return experts, the completion is not streamed, and its tokens come all at once.
             at_once = server.remote.routes is not None and not server.remote.streams_routes
             if self._pause == "keep" or (on_tokens is not None and not at_once):
                 choices = await answer.stream(server.remote, request, n, size, lambda: server.version or 0, on_tokens)
@@ -255,11 +255,11 @@ class Fleet:
         advice = server.remote.advice
         fresh = await measure(server.remote, published.expected, past_the_cache=True)
         if fresh.expected <= self._tolerance:
-            return f"{problem}: its prefix cache is that of older weights, {advice.emptied_cache}"
+            return f"{problem}: its prefix cache is still of older weights, {advice.emptied_cache}"
         for other in self._published.values():
             older = other.version != published.version
             if older and (await measure(server.remote, other.expected)).expected <= self._tolerance:
-                return f"{problem}: it still serves those of version {other.version}, {advice.loaded}"
+                return f"{problem}: it still serves the weights of version {other.version}, {advice.loaded}"
         return (
             f"{problem}: does it compute as the trainer does (--dtype and model.dtype, the precision of the LM head, "
             "rope settings, quantisation)?"
@@ -338,7 +338,7 @@ class Fleet:
             delay = min(2 * delay, _LONGEST_DELAY)
 
     async def _bring_back(self, server: Server) -> None:
-        """Open a server that answers again. If it was restarted, it has its initial weights and loads the current
+        """Open a server that answers again. If it was restarted, it has its initial weights, so it loads the current
         ones."""
         assert self._current is not None
         current = self._current  # if newer weights are published meanwhile, `_update` waits for the lock and loads them

@@ -38,7 +38,7 @@ class HostCopies:
     def begin(self, entries: Sequence[Entry]) -> None:
         """Begin a copy of these tensors."""
         sizes = [-(-entry.nbytes // _ALIGNED) * _ALIGNED for entry in entries]
-        if self._buffer is None:  # else the last copy was begun and never finished
+        if self._buffer is None:  # otherwise the last copy was never finished; its buffer is used
             self._buffer = self._take(sum(sizes))
         self._places, begin = {}, 0
         for entry, size in zip(entries, sizes, strict=True):

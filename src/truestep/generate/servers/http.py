@@ -68,8 +68,8 @@ class HttpClient:
         return await self._json("POST", path, body, timeout or self._timeout, tokens=tokens)
 
     async def _order(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        """Send a POST request that changes the server's state, on a connection of its own: a server may close the
-        connection after an error, and the next request on it would be lost."""
+        """Send a POST request that changes the server's state, on a connection of its own, because a server may close
+        the connection after an error, and the next request on it would be lost."""
         return await self._json("POST", path, body, timeout or self._timeout, _ALONE)
 
     async def _tell(self, path: str, body: Any, timeout: float) -> None:
@@ -107,8 +107,8 @@ class HttpClient:
             raise BadAnswerError(f"{path} answered what is not JSON") from error
 
     async def _events(self, path: str, body: Any, read: Callable[[dict[str, Any]], None], tokens: int) -> None:
-        """Read server-sent events up to `[DONE]`; a stream that ends without it was cut short. `tokens`: the most that
-        an event may hold; some servers repeat all tokens so far in each event."""
+        """Read server-sent events up to `[DONE]`; a stream that ends without it was cut short. `tokens`: the most
+        tokens of an event; some servers repeat all tokens so far in each event."""
         async with _reaching(path, self._timeout), self._http.stream("POST", path, json=body) as response:
             await self._check(path, response)
             async for line in _lines(path, response, self._size(tokens)):

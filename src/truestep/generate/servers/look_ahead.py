@@ -82,7 +82,7 @@ class LookAhead:
 
     async def collect(self, wanted: int, documents_seen: int) -> tuple[list[Group], list[Group]]:
         """Wait until the next `wanted` groups are complete and confirmed. Return them in the order begun, and the
-        groups among them that were replaced."""
+        groups between them that were replaced."""
         self._seen, start = documents_seen, asyncio.get_running_loop().time()
         while True:
             if self._fatal is not None:
@@ -117,7 +117,7 @@ class LookAhead:
 
     def _hand_over(self, kept: Sequence[Group], replaced: Sequence[Group]) -> None:
         oldest = min(group.version for group in kept)
-        assert self._seen - oldest <= self._limit.max_staleness, "groups are begun that are fresh enough at their step"
+        assert self._seen - oldest <= self._limit.max_staleness, "every group is fresh enough at its step"
         taken = {group.number: [member.rollout for member in group.members] for group in (*kept, *replaced)}
         self.order.told(taken, kept[-1].number + 1)
         for number in taken:
@@ -177,8 +177,8 @@ class LookAhead:
         return count
 
     def _num_missing(self) -> int:
-        """Return how many episodes are in flight. Complete groups that wait for their step do not count, so that a slow
-        group does not keep the servers idle."""
+        """Return how many episodes are in flight. Complete groups that wait for their step do not count, so the servers
+        are not idle behind a slow group."""
         return sum(self._sampling.group_size - len(self._open[number].members) for number in self._tasks)
 
     def _progressed(self) -> None:

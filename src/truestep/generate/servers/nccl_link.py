@@ -76,7 +76,7 @@ class Link:
             raise
 
     def close(self) -> None:
-        with contextlib.suppress(LinkError):  # a broken group is left, too
+        with contextlib.suppress(LinkError):  # the group may be broken
             self._wire.abandon()
 
 

@@ -21,7 +21,7 @@ from truestep.step.next_tokens import next_token_logprobs
 
 TEMPERATURE = 0.7  # not 1: a server whose log-probs ignore the temperature has to be detected
 _LENGTHS = (136, 200, 300)  # tokens; vLLM's blocks have 16 tokens on a GPU and 128 on a CPU
-_STREAM = 3  # the number of their random stream; generate/groups.py and generate/evaluate.py have others
+_STREAM = 3  # number of the probes' random stream; generate/groups.py and generate/evaluate.py have others
 _TOP_TOKENS = 8  # tokens with the highest log-probs that the server is asked for
 _LIKELY = math.log(0.01)  # less likely tokens are not compared: their log-probs are mostly rounding
 

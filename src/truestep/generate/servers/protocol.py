@@ -42,14 +42,14 @@ class Description:
 
 @dataclass(frozen=True)
 class Advice:
-    """Parts of error messages: what to do about a server of this kind."""
+    """Parts of error messages about this kind of server."""
 
     kind: str = "an inference server"
-    longer_texts: str = "let it serve longer texts"
-    processed_logprobs: str = "Let it report log-probs behind the temperature"
-    emptied_cache: str = "although it was told to empty it"
-    loaded: str = "although it was told to load the new ones"
-    routes: str = "Let it return the experts of all tokens"
+    longer_texts: str = "let the server serve longer texts"
+    processed_logprobs: str = "Let the server report log-probs after the temperature is applied"
+    emptied_cache: str = "although the server was told to empty the cache"
+    loaded: str = "although the server was told to load the new weights"
+    routes: str = "Let the server return the experts of all tokens"
 
 
 class InferenceServer(Protocol):
@@ -66,7 +66,7 @@ class InferenceServer(Protocol):
     # The shape of the experts that the server returns with completions (`Completion.routes`). None: experts are not
     # requested. It is set before the first request.
     routes: RouteShape | None = None
-    streams_routes: bool = False  # `stream` returns them, too
+    streams_routes: bool = False  # `stream` also returns the experts
 
     async def describe(self) -> Description:
         """Return what is served. A paused server must answer too; otherwise it could not be distinguished from one that
@@ -105,8 +105,8 @@ class InferenceServer(Protocol):
         ...
 
     async def link(self, device: torch.device) -> str | None:
-        """Return None if the server can receive weights from this device of the trainer, else the reason. For
-        `sampler.transfer: nccl`, as `send`."""
+        """Return None if the server can receive weights from this device of the trainer, else the reason. Called, like
+        `send`, with `sampler.transfer: nccl`."""
         return f"{self.advice.kind} takes no weights from a trainer's device"
 
     async def prepare(self) -> None:
@@ -115,7 +115,7 @@ class InferenceServer(Protocol):
 
     async def load(self, weights: Path) -> None:
         """Load a Hugging Face directory into the paused server, and clear its KV cache. With `sampler.adapter: served`
-        it is the directory of an adapter in peft's format, which is used from now on."""
+        the directory has an adapter in peft's format, which is used from now on."""
         ...
 
     async def send(self, weights: HostWeights) -> None:

@@ -17,8 +17,8 @@ from truestep.generate.errors import BadAnswerError
 from truestep.types import ROUTES, RouteShape
 
 _WIDEST = 4  # bytes of a number
-# The start of a file that `numpy.save` writes, in version 1.0 of the format. The header's two bytes of length are given
-# by the header itself.
+# The start of a file that `numpy.save` writes, in version 1.0 of the format. The two bytes with the header's length are
+# not checked, since the header's end shows its length.
 _START = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(\|u1|<u2|<i4)', 'fortran_order': False, "
     rb"'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n",
@@ -32,7 +32,7 @@ def bytes_of_routes(shape: RouteShape | None, tokens: int) -> int:
 
 
 def read_npy(text: object, shape: RouteShape | None, tokens: int) -> np.ndarray | None:  # [R, L, k]
-    """Read base64 of a `.npy` file [R, H, k]. None: there are no experts, or they are not asked for."""
+    """Read base64 of a `.npy` file [R, H, k]. None: the answer has no experts, or they were not requested."""
     if shape is None or not text:
         return None
     data = _decode(text, shape, tokens)
@@ -48,15 +48,15 @@ def read_npy(text: object, shape: RouteShape | None, tokens: int) -> np.ndarray 
 
 
 def read_integers(text: object, shape: RouteShape | None, tokens: int) -> np.ndarray | None:  # [R, L, k]
-    """Read base64 of int32 [R, H, k], little-endian. None: there are no experts, or they are not asked for."""
+    """Read base64 of int32 [R, H, k], little-endian. None: the answer has no experts, or they were not requested."""
     if shape is None or not text:
         return None
     data = _decode(text, shape, tokens)
     row = _WIDEST * shape.layers * shape.chosen
     if len(data) % row or len(data) < row:
         raise BadAnswerError(
-            f"{ROUTES} has {len(data):,} bytes, which are no rows of int32 [{shape.layers}, {shape.chosen}]: it is of "
-            f"other layers than those of {shape.name}, or of another number of experts"
+            f"{ROUTES} has {len(data):,} bytes, which are not whole rows of int32 [{shape.layers}, {shape.chosen}]: "
+            f"its layers or its number of experts are not those of {shape.name}"
         )
     return _of_layers(np.frombuffer(data, "<i4").reshape(-1, shape.layers, shape.chosen), shape)
 
@@ -77,7 +77,7 @@ def _of_layers(values: np.ndarray, shape: RouteShape) -> np.ndarray:  # [R, H, k
     """Select the layers that route. Numbers that are not expert ids are kept, so that the check reports them."""
     if values.shape[1] != shape.layers:
         raise BadAnswerError(
-            f"{ROUTES} has {values.shape[1]} layers: {shape.name} has {shape.layers}, counting layers without experts"
+            f"{ROUTES} has {values.shape[1]} layers: {shape.name} has {shape.layers}, including layers without experts"
         )
     own = values[:, list(shape.numbers)]
     dtype = np.uint8 if max(shape.experts) <= 2**8 else np.uint16

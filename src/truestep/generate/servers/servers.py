@@ -128,7 +128,7 @@ class Servers:
     async def _link(self, server: InferenceServer) -> None:
         if self._send_from is not None and (reason := await server.link(self._send_from)) is not None:
             raise ServerError(
-                f"sampler.transfer: nccl: {server.url} does not take weights so: {reason}. Start it with "
+                f"sampler.transfer: nccl: {server.url} cannot receive weights by NCCL: {reason}. Start it with "
                 '--weight-transfer-config \'{"backend": "nccl"}\''
             )
 
@@ -187,7 +187,7 @@ class Servers:
                 raise self.ahead.server_error
 
     def arrived(self) -> list[Rollout]:
-        """Return the completions to compare with the policy that arrived since the last call."""
+        """Return the completions that arrived since the last call, to be compared with the policy."""
         arrived = self.ahead.maker.arrived
         return [arrived.popleft() for _ in range(len(arrived))]
 
@@ -200,7 +200,7 @@ class Servers:
     def send(self, weights: Path | HostWeights | None, expected: Expected, fence: Callable[[], None]) -> None:
         """Start the publication of new weights to every server, and return without waiting for it. `fence` raises if
         another process trains the run meanwhile."""
-        assert weights is not None, "only ranks that have no servers get nothing to send"
+        assert weights is not None, "the rank that has the servers has weights to send"
         self._sending = self._loop.submit(self.ahead.publish(Published(weights, expected, fence)))
 
     def close(self, finished: bool) -> None:

@@ -33,8 +33,8 @@ class Sglang(HttpServer):
         kind="an SGLang server",
         longer_texts="start it with --context-length {tokens} or more",
         processed_logprobs="Start the server without SGLANG_RETURN_ORIGINAL_LOGPROB",
-        emptied_cache="although it empties it when it loads weights",
-        loaded="although /update_weights_from_disk said that they are loaded",
+        emptied_cache="although SGLang empties the cache when it loads weights",
+        loaded="although /update_weights_from_disk said that the new weights are loaded",
         routes="Start the server with --enable-return-routed-experts",
     )
     streams_routes = True

@@ -84,7 +84,7 @@ class SharedServers(Observer):
         return self._ranks.share(lambda: self._of_first_rank.map(items, work, asked_to_stop))
 
     def arrived(self) -> list[Rollout]:
-        """Return the completions to compare with the policy that arrived since the last call."""
+        """Return the completions that arrived since the last call, to be compared with the policy."""
         return self._ranks.share(lambda: self._of_first_rank.arrived())
 
 

@@ -69,7 +69,7 @@ class ServerSource(StillSource):
         return fingerprint(self._prompts, sampling.seed, sampling.group_size, sampling.order)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Record the groups that are open now."""
+        """Record which groups are open now."""
         position = self._servers.run(self._servers.ahead.snapshot())
         return lambda: position() | {"fingerprint": self._fingerprint}
 

@@ -141,7 +141,7 @@ class StartedServers:
         while waiting:
             with progress.waiting_for(f"{waiting[0]} to start (it writes {waiting[0].log})"):
                 waiting = [server for server in waiting if not lives(server.url)]
-                for server in self._servers:  # a port that answers may be another program's
+                for server in self._servers:  # also those whose port answers: another program may answer there
                     assert server.process is not None
                     if (code := server.process.poll()) is not None:
                         raise ServerError(
@@ -165,7 +165,7 @@ class StartedServers:
         server.process = subprocess.Popen(
             [sys.executable, "-I", str(_KEEPER), str(os.getpid()), str(_GRACE_SECONDS), str(server.log), *command],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the trainer, which ends its servers when it has saved
+            start_new_session=True,  # Ctrl-C must not reach a server: the trainer ends it after the last checkpoint
             env=self._engine.environment(server.gpus, self.key),
         )
 

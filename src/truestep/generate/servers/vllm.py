@@ -52,8 +52,8 @@ class Vllm(HttpServer):
         processed_logprobs="Start the server with --logprobs-mode processed_logprobs",
         emptied_cache="although /reset_prefix_cache was called",
         loaded="although reload_weights was called",
-        routes="Start the server with --enable-return-routed-experts, and set sampler.pause to wait or abort: its "
-        "streams, which keep needs, have none",
+        routes="Start the server with --enable-return-routed-experts, and set sampler.pause to wait or abort: keep "
+        "needs streams, and vLLM's streams do not return experts",
     )
 
     _device: torch.device | None = None  # the trainer's device from which weights are sent; None: over the disk
@@ -139,7 +139,7 @@ class Vllm(HttpServer):
         return Link(NcclWire(device), min(self._timeout, _PATIENCE))
 
     async def _join_first(self) -> None:
-        """Join a server that an earlier trainer may have left in the middle of an update."""
+        """Join a server for the first time. An earlier trainer may have left it in the middle of an update."""
         await self.pause("abort")
         try:
             await self._give_up_update()
@@ -177,7 +177,7 @@ class Vllm(HttpServer):
             await self._start_update()
             await self._link.send(weights, announce)
             await self._order("/finish_weight_update", {"weight_version": weights.name})
-        except BaseException:  # it is unknown how much the server received, so the group is left
+        except BaseException:  # it is unknown how much the server received, so the trainer leaves the group
             self._link.close()
             self._link = None
             await asyncio.shield(self._give_up_update())
@@ -185,15 +185,15 @@ class Vllm(HttpServer):
         await self._forget()
 
     async def _give_up_update(self) -> None:
-        """End a failed update, so that the server can compute again: since the update began its layers are empty, and
-        the next request would crash its engine. vLLM may have ended the update itself; then a new one is begun and
-        ended."""
+        """End a failed update, so that the server can compute again. The beginning of the update has emptied its
+        layers, and the next request would crash its engine. If vLLM has ended the update itself, begin and end a new
+        one."""
         for path in ("/start_weight_update", "/finish_weight_update"):
             with contextlib.suppress(UnreachableError, ServerError, BadAnswerError):
                 await self._order(path, None, QUICK_SECONDS)
 
     async def prepare(self) -> None:
-        """Join again a server that was restarted, if weights are sent to it."""
+        """If weights are sent by NCCL, join a restarted server again."""
         if self._device is not None and self._link is None:
             await self._join()
 
@@ -261,8 +261,8 @@ class Vllm(HttpServer):
         super()._check_status(path, status, text)
 
     async def _blame(self, weights: Path, error: UnreachableError) -> None:
-        """Raise `error`, or a ServerError if the server is alive and has refused the weights: it would refuse them
-        again."""
+        """Raise `error`, or a ServerError if the server is alive and has refused the weights, because it would refuse
+        them again."""
         if _REFUSED not in str(error) or not await self._lives():
             raise error
         raise ServerError(

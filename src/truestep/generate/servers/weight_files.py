@@ -18,7 +18,7 @@ from truestep.model.tensor_stream import TensorStream
 
 _PREFIX = "truestep-weights-"
 _DIGITS = 8  # a run's name has this many hex digits for its machine, and this many for its directory
-_KEPT = 2  # the newest version, and the one before, which a recovered server may still ask for
+_KEPT = 2  # the newest version, and the one before, which a recovered server may still load
 
 
 class WeightsDirectory:

@@ -30,8 +30,8 @@ def compile_layers(
 
 
 def own_forward(layer: Any) -> Any:
-    """Return a layer's own forward, without our wrapper and its base class's. Compiling a wrapper would only add a
-    frame."""
+    """Return a layer's own forward, without our wrapper and that of its base class. Compiling a wrapper would only add
+    a frame."""
     forward = layer.forward
     if not hasattr(forward, "__func__"):
         forward = getattr(forward, "__wrapped__", forward)  # our wrapper's original

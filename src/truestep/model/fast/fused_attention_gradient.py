@@ -110,7 +110,7 @@ def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether the kernel of heads' gradients runs on a device in `dtype`, and agrees with autograd."""
     if device.type != "cuda":
         return False
-    return serves("the kernel of heads' gradients", "torch's own code makes them", lambda: wrong_on(device, dtype))
+    return serves("the kernel of heads' gradients", "torch's own code is used", lambda: wrong_on(device, dtype))
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:

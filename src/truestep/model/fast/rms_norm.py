@@ -171,7 +171,7 @@ def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether the kernels run on a device in `dtype`, and agree with autograd."""
     if device.type != "cuda":
         return False
-    return serves("the kernel of norms' gradients", "torch's own code makes them", lambda: wrong_on(device, dtype))
+    return serves("the kernel of norms' gradients", "torch's own code is used", lambda: wrong_on(device, dtype))
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -67,7 +67,7 @@ def norm_rope_plainly(
 @cache
 def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether the kernel agrees with plain torch on a device."""
-    return serves("the kernel of norm and RoPE", "plain torch does", lambda: wrong_on(device, dtype))
+    return serves("the kernel of norm and RoPE", "plain torch is used", lambda: wrong_on(device, dtype))
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -1,8 +1,8 @@
 """Attention over packed documents by FlashAttention 4, an optional package (`truestep[flash]`).
 
 The forward and backward kernels are custom operators that torch.compile does not look into, so a compiled layer is one
-graph, attention included. They read documents' bounds from the device, so no packing causes a recompilation. Each shape
-of attention is compared with plain torch in float32, values and gradients, before it is used.
+graph, attention included. They read documents' bounds from the device, so a new packing causes no recompilation. Before
+a shape of attention is used, its values and gradients are compared with those of plain torch in float32.
 
 Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size, F size of a value's head.
 """
@@ -172,8 +172,8 @@ _attend.register_autograd(_backward, setup_context=_keep)
 def _options(
     segments: torch.Tensor, longest: int, scale: float, window: int | None, paths: list[torch.Tensor], longest_path: int
 ) -> dict[str, Any]:
-    """Return the options of both kernels. `window` includes the token itself; the kernels' counts only tokens to its
-    left."""
+    """Return the options of both kernels. Our `window` includes the token itself; theirs counts only the tokens before
+    it."""
     return {
         "cu_seqlens_q": segments,
         "cu_seqlens_k": paths[0] if paths else segments,
@@ -198,7 +198,7 @@ def attend(
     paths: Paths | None = None,
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, F] -> [S, Q, F]
     """Compute attention within documents, or along the paths of segments."""
-    # Outside the operators, the compiler fuses these copies with the producers. Outputs are then contiguous too.
+    # The copies are outside the operators, so that the compiler fuses them with the operations that make q, k and v.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     along, longest_path = ([], 0) if paths is None else ([paths.bounds, *paths.index], paths.longest)
     how = segments, longest, scale, window, softcap or 0.0, sinks, along, longest_path
@@ -242,8 +242,8 @@ def _compared(heads: Heads, dtype: torch.dtype, place: torch.device) -> str | No
 
 
 def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) -> str | None:
-    """Compare a kernel with plain torch in float32, with separate documents and with shared prefixes. Describe a result
-    whose error exceeds `_FACTOR` times that of plain torch in the kernel's dtype; None if there is none."""
+    """Compare a kernel with plain torch in float32, with separate documents and with shared prefixes. Describe the
+    first result whose error exceeds `_FACTOR` times that of plain torch in the kernel's dtype, or return None."""
     return _compare(heads, dtype, place, kernel, ()) or _compare(heads, dtype, place, kernel, _PARENTS)
 
 

@@ -50,7 +50,8 @@ def _dead_parts(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
             "warning",
             f"The part `{printable(part, 60)}` of the reward is dead",
             f"it is 0 in every document of all {len(evidence.values('reward'))} steps, so nothing is learnt from it.",
-            "Call the reward on an answer that should earn it. If it pays nothing, mend it; else it is too hard yet.",
+            "Call the reward on an answer that should earn this part. If the part is 0, mend the reward; otherwise the "
+            "model cannot earn it yet.",
         )
 
 
@@ -116,7 +117,7 @@ def _far(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
     yield Verdict(
         "far from the sampler",
         "warning",
-        "The policy is far from the one that sampled",
+        "The policy is far from the sampler",
         f"in {evidence.since()} {' and '.join(facts)}.{old}",
         "Lower optimizer.learning_rate, schedule.updates_per_batch or the age of rollouts (sampler.max_staleness).",
     )
@@ -197,7 +198,7 @@ def _repeats(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
             "no exploration",
             "warning",
             "The policy has all but stopped exploring",
-            f"{' and '.join(facts)}, while what it earns did not rise.",
+            f"{' and '.join(facts)}, while the reward did not rise.",
             "Lower optimizer.learning_rate, or give loss.entropy_bonus or loss.entropy_target.",
         )
 

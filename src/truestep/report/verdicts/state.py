@@ -73,8 +73,8 @@ def _collapsed(evidence: Evidence) -> Verdict | None:
         "bad",
         "The policy collapsed: it answers different prompts with one completion",
         f"{_listed(facts)}.",
-        "Unless all prompts have this answer, the reward pays for it whatever is asked: mend the reward, and start "
-        "from a checkpoint before the collapse.",
+        "Unless this answer is right for all prompts, the reward pays for it on prompts where it is wrong: mend the "
+        "reward, and start from a checkpoint before the collapse.",
     )
 
 
@@ -199,7 +199,7 @@ def _one_reward(evidence: Evidence) -> Verdict | None:
     return Verdict(
         "lost",
         "bad",
-        "The policy lost what it could",
+        "The policy can no longer earn what it earned before",
         f"in {evidence.since()} every completion has the reward {short(value)}, though up to {short(largest)} was "
         "earned before; nothing is learnt from these steps.",
         "Start from a checkpoint before the loss, with a lower optimizer.learning_rate.",
@@ -218,7 +218,7 @@ def _never_varied(evidence: Evidence, value: float, every: str) -> Verdict:
             "Nothing is learnt: no completion has earned anything",
             every,
             "Call the reward on a right answer by hand. If it pays for that, the prompts are too hard for this model: "
-            "take easier ones, fine-tune on examples first, or pay for steps on the way.",
+            "take easier ones, fine-tune on examples first, or reward partial success.",
         )
     return Verdict(
         "constant reward",
@@ -235,7 +235,7 @@ def _fallen(evidence: Evidence) -> Verdict | None:
     if fallen is not None:
         facts = f"{fallen.text}, more than chance explains over {format_number(fallen.prompts)} prompts."
         advice = (
-            "Where the training reward rises meanwhile, it pays for something else: read its best-paid rollouts. Else "
+            "If the training reward rises meanwhile, it pays for something else: read its best-paid rollouts. If not, "
         )
         return _worse(facts, f"{advice}lower optimizer.learning_rate, and start from a checkpoint before the fall.")
     if evidence.reward is not None and evidence.reward.fell:
@@ -294,7 +294,8 @@ def _highest(evidence: Evidence) -> Verdict | None:
         "Hardly anything is left to learn: nearly every completion earns the most that any has earned",
         f"{format_percent(empty)} of the groups of {evidence.since()} have no difference; their mean reward is "
         f"{short(mean)}, {short(trend.first)} at the start, and the largest reward seen is {short(largest)}.",
-        "If more cannot be earned, the prompts are too easy: take harder ones. If it can, no completion has shown how.",
+        "If no completion can earn more, the prompts are too easy: take harder ones. If one can, none has found out "
+        "how.",
     )
 
 
@@ -313,8 +314,8 @@ def _rare(evidence: Evidence) -> Verdict | None:
         "Next to nothing is learnt: hardly any completion earns more than the others",
         f"{format_percent(empty)} of the groups of {evidence.since()} have no difference, and the mean reward is "
         f"{short(mean)}, while up to {short(largest)} was earned.",
-        "The prompts are too hard for this model: take easier ones, more completions of each (data.group_size), or pay "
-        "for steps on the way.",
+        "The prompts are too hard for this model: take easier ones, more completions of each (data.group_size), or "
+        "reward partial success.",
     )
 
 

@@ -140,7 +140,7 @@ def _cut(file: Path, step: int) -> list[str]:
         if rows:
             write_rows(file.parent, rows)
     except Exception as error:  # pyarrow raises many kinds of errors for a damaged file
-        return [f"{file} cannot be cut off behind step {step}, so all of it is removed: {printable(error)}"]
+        return [f"{file} cannot be cut off after step {step}, so all of it is removed: {printable(error)}"]
     return []
 
 

@@ -4,9 +4,9 @@ A file begins with a step's number in its name and has the following steps, one 
 
     RECS | size of the head, 4 bytes | checksum of the head, 4 bytes | head | documents
 
-The head is JSON: the step, and of each document its size as written, its size, and its checksum. A document is
-compressed by itself, so that damage is reported for the document that has it. A step is appended whole. An incomplete
-step, left by a kill, is not read, and is cut off when the run goes on.
+The head is JSON: the step, and for each document its compressed size, its size, and the checksum of its compressed
+bytes. Each document is compressed by itself, so that damage is reported for the document that has it. A step is
+appended whole. An incomplete step, left by a kill, is not read, and is cut off when the run goes on.
 """
 
 import json
@@ -49,15 +49,15 @@ class Block:
     start: int
     documents: int  # the place of the first document
     end: int
-    sizes: Sequence[Sequence[int]]  # of each document: as written, raw, checksum
+    sizes: Sequence[Sequence[int]]  # for each document: compressed size, size, checksum
 
     def read(self) -> list[Rollout]:
         """Read the step's documents. Raises `RecordsError` that names a bad one by its place, from 1."""
         return list(self.read_each())
 
     def read_each(self, most: int | None = None) -> Iterator[Rollout]:
-        """Yield the step's documents, as `read` returns them. With `most` they may be anybody's: their JSON is read
-        within limits, and none of more than `most` bytes."""
+        """Yield the step's documents, as `read` returns them. With `most` they are not trusted: JSON is read within
+        limits, and a document of more than `most` bytes raises an error."""
         load = json.loads if most is None else bounded.load_json
         with self.file.open("rb") as file:
             file.seek(self.documents)
@@ -108,8 +108,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def blocks_in(file: Path) -> Iterator[Block]:
-    """Yield the blocks of a file of records. Damaged blocks are left out. Raises `RecordsError` for a head that no run
-    has written, and for too many that are damaged."""
+    """Yield the blocks of a file of records. Damaged blocks are left out. Raises `RecordsError` if too many blocks are
+    damaged, or if a block's head is undamaged but malformed."""
     size, damaged = file.stat().st_size, 0
     with file.open("rb") as handle:
         start = 0
@@ -126,7 +126,7 @@ def blocks_in(file: Path) -> Iterator[Block]:
 
 
 def _next_block(handle: BinaryIO, start: int, size: int) -> int:
-    """Return where the block behind a damaged one may begin; `size`, the file's, if there is none."""
+    """Return the place after `start` at which the next block may begin, or the file's `size` if there is none."""
     place, before = start + 1, b""
     handle.seek(place)
     while piece := handle.read(_PIECE):
@@ -163,7 +163,7 @@ def _block_at(handle: BinaryIO, file: Path, start: int, size: int) -> Block | No
 
 
 def roll_back(folder: Path, step: int) -> list[str]:
-    """Remove the steps after `step`, and what is damaged behind it. Returns a message for each failure."""
+    """Remove the steps after `step`, and damaged blocks after it. Returns a message for each failure."""
     faults = []
     for file in _files(folder):
         try:

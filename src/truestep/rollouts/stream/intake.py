@@ -84,7 +84,7 @@ class Intake:
         self.expire(clock)
         if isinstance(outcome, Rollout):
             problem = self._joiner.name_problem(outcome, self._ids.__contains__)
-            if problem is not None:  # such a record is not a member of a group, just as a repeated one is not
+            if problem is not None:  # like a repeated record, this one is not a member of a group
                 self._reject(message.where, message.file, message.line, BadRecord(problem, id=outcome.id))
                 return
         if isinstance(outcome, BadRecord):

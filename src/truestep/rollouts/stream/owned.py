@@ -1,4 +1,4 @@
-"""A transport of a run that another process may take over: the process that lost the run asks for nothing more."""
+"""The transport of a run that another process may take over. After that, this process sends the stream no requests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,9 @@ from truestep.rollouts.stream.transport import Message, Transport
 
 
 class OwnedTransport:
-    """A transport that is asked only while `fence` does not raise. The run that took over has the same place in the
-    stream: what this process fetched, acknowledged or gave back would be taken from it."""
+    """A transport that calls `fence` before each request; `fence` raises if another process has taken over the run.
+    That process reads at the same place of the stream: it would miss messages that this one fetched, acknowledged or
+    gave back."""
 
     def __init__(self, transport: Transport, fence: Callable[[], None]):
         self._transport, self._fence = transport, fence
@@ -47,7 +48,8 @@ class OwnedTransport:
         self._transport.interrupt()
 
     def close(self) -> None:
-        """Give back what was not acknowledged, and close the connection; only the latter if the run is lost."""
+        """Give back unacknowledged messages, unless another process has taken over the run, and close the
+        connection."""
         try:
             self._fence()
         except TruestepError:

@@ -143,7 +143,7 @@ class RedisTransport:
         place["position"], place["ended"] = mark
 
     def _join(self) -> None:
-        """Set the group back to this run's place and read its pending ids, once per connection."""
+        """Once per connection, set the group back to this run's place and read the group's pending ids."""
         if self._joined:
             return
         position = self._position or self._place_of_group()
@@ -278,7 +278,7 @@ class RedisTransport:
             return _said(error)
         if self._position is not None and _order(last) < _order(self._position):
             read = f"this run has read up to {self._position}"
-            return f"the stream ends at {last} and {read}: it was made anew, or the server's clock was set back"
+            return f"the stream ends at {last} and {read}: it was created again, or the server's clock was set back"
         return None
 
     def interrupt(self) -> None:

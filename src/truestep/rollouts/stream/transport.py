@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the place `state`, delivering later messages again that a killed process had fetched."""
+        """Continue after the place `state`. Later messages that a killed process had fetched are delivered again."""
         ...
 
     def acknowledge(self, state: dict[str, Any]) -> None:

@@ -142,5 +142,5 @@ def open_file(path: Path) -> BinaryIO:
     file = os.fdopen(handle, "rb")
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no file any more")
+        raise OSError(errno.EINVAL, "it is no longer a file")
     return file

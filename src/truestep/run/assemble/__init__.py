@@ -4,7 +4,7 @@ policy            the ranks and the policy
 step              objective, runner, plans, optimizer, learning rate
 sources           sources of documents: files, streams, the policy, servers
 check             the check of a sampler's log-probs and tokens
-servers           inference servers, those that the run starts too
+servers           inference servers, including those that the run starts
 rewards           the reward service
 evaluation        the evaluation of held-out prompts or documents
 sinks             the sinks of metrics and kept rollouts

@@ -32,7 +32,7 @@ def join_ranks(
 
 
 def chosen(value: Any) -> Any:
-    """Return an option's value, and False for `auto`. `train` replaces `auto` before it loads the policy; models that
+    """Return an option's value, or False for `auto`. For the policy, `train` has replaced `auto` before; models that
     are not trained do not need the option."""
     return False if value == "auto" else value
 

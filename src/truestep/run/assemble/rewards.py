@@ -28,7 +28,7 @@ from truestep.ranks.group import Ranks
 from truestep.ranks.processes import machine_memory, usable_cores
 
 _GIBIBYTE = 2**30
-_LONGEST_STEP = 10.0  # seconds of one wait for the end of an episode that asks at the endpoint
+_LONGEST_STEP = 10.0  # seconds of one wait for the end of an episode that sends requests to the endpoint
 
 
 @dataclass
@@ -110,7 +110,7 @@ def _code_of(sampler: SamplerBase) -> str:
 
 
 def make_plays(config: Config, policy: Policy, raters: Raters, evaluates: bool = False) -> Plays | None:
-    """Make what plays the episodes of sampling, or of an evaluation. None: there are none."""
+    """Make the object that plays the episodes of sampling, or of an evaluation; None without episodes."""
     ranks, sampler = policy.weights.ranks, config.sampler
     rewards = evaluation_rewards(config, ranks) if evaluates else sampler_rewards(config, ranks)
     if rewards is None:
@@ -142,9 +142,9 @@ def _arguments(environment: Any) -> dict[str, Any]:
 
 
 def made_rows(config: Config, ranks: Ranks, raters: Raters, evaluates: bool = False) -> list[dict[str, Any]] | None:
-    """Return the records of prompts that the environment makes itself, for sampling or for an evaluation: rank 0 has
-    them made, and all ranks get them. An evaluation leaves out those that are sampled from. None: prompts are in a
-    file."""
+    """Return the records of prompts that the environment makes itself, for sampling or for an evaluation; None if
+    prompts are in a file. Rank 0 calls the environment, and all ranks get the records. An evaluation leaves out prompts
+    that sampling uses."""
     sampler = config.sampler
     makes = makes_held_out_prompts(config) if evaluates else sampler is not None and sampler.prompts is None
     if not makes:
@@ -163,7 +163,7 @@ def made_rows(config: Config, ranks: Ranks, raters: Raters, evaluates: bool = Fa
 
 
 def longest_conversation(sampler: SamplerBase | None) -> int:
-    """Return the most tokens of an episode of several turns, for which the engine has room from the start; else 0."""
+    """Return the most tokens of an episode of several turns, for which the engine reserves room; 0 for one turn."""
     return 0 if sampler is None or sampler.environment is None else sampler.max_episode_tokens
 
 
@@ -190,7 +190,7 @@ def _rewards(section: str, reward: str, given: dict[str, Any], ranks: Ranks) -> 
 
 @dataclass
 class _Checked:
-    """Worker options that are checked once, with all that is called through them."""
+    """Worker options that are checked once, with all environments and prompt files that use them."""
 
     fields: list[str | DatasetPrompts] = field(default_factory=list)  # the files whose fields a reward gets
     environments: dict[str, tuple[dict[str, Any], list[bool]]] = field(default_factory=dict)
@@ -249,7 +249,7 @@ def _isolation_note(options: WorkerOptions) -> str:
     if options.isolation == SAME_PROCESS:
         return (
             f"rewards: in the trainer's own process ({options.section}.reward_isolation: {SAME_PROCESS}): without "
-            "limits of time and memory, and what they do, they do to this run"
+            "limits of time and memory, and with access to this run"
         )
     if options.room is None:
         why = f"{options.section}.reward_isolation: off" if options.isolation == "off" else isolation_refused()

@@ -38,7 +38,8 @@ def _server_class(protocol: str) -> Callable[..., InferenceServer]:
 
 
 def secret_of(option: str, variable: str | None) -> str | None:
-    """Return the value of an environment variable that an option names, and keep it out of all that is shown."""
+    """Return the value of an environment variable that an option names, and register it as a secret, so that no output
+    shows it."""
     if variable is None:
         return None
     key = os.environ.get(variable)
@@ -85,14 +86,14 @@ def engine_to_start(config: Config, model: str | None = None) -> tuple[Engine, l
 
 
 def _longest(config: Config) -> int:
-    """Return the most tokens that a document may have: never more than a micro-batch has."""
+    """Return the most tokens that a document may have, at most those of a micro-batch."""
     longest = config.data.tokens_per_microbatch
     allowed = getattr(AutoConfig.from_pretrained(config.model.path).get_text_config(), "max_position_embeddings", None)
     return min(longest, allowed) if isinstance(allowed, int) and allowed > 0 else longest
 
 
 def start_servers(config: Config, model: str, run: Path, say: Callable[[str], None]) -> StartedServers | None:
-    """Begin to start the servers of `sampler.start`. `wait_for` says when they live."""
+    """Begin to start the servers of `sampler.start`. `wait_for` waits until they answer."""
     found = engine_to_start(config, model)
     if found is None:
         return None

@@ -51,7 +51,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 # Seconds to launch a layer with shared prefixes, forward and backward. False: layers are not compiled, measured with
 # SmolLM2 on an H200 (4.5 ms without sharing). True: layers are compiled, an estimate.
 _LAUNCH_SECONDS = {False: 6.5e-3, True: 2e-3}
-_PRODUCTS_A_SECOND = 4e14  # of a large GPU
+_PRODUCTS_A_SECOND = 4e14  # FLOP/s of a large GPU's matrix products
 FROM_RECORDS = "records"  # the value of loss.kl_reference.path for the reference_logprobs of the records
 
 
@@ -135,7 +135,7 @@ def make_annotators(config: Config, runner: StepRunner, make_reference: Callable
 
 
 def other_annotators(config: Config) -> list[Annotator]:
-    """Make the annotators besides that of the reference."""
+    """Make all annotators except that of the reference."""
     annotators: list[Annotator] = []
     if recomputes(config) and config.schedule.updates_per_batch > 1:
         annotators.append(OwnLogprobs())
@@ -223,7 +223,7 @@ def make_rule(config: Config, policy: Policy) -> StepRule:
 
 def least_saved(device: torch.device) -> int:
     """Return how many tokens a shared segment must save with `share_prefixes: auto`. A GPU's attention computes whole
-    tiles, of which a short segment leaves most empty."""
+    tiles, and a short segment fills only a small part of one."""
     return 64 if device.type == "cuda" else 16
 
 

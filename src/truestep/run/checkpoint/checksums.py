@@ -21,8 +21,8 @@ from truestep.ranks.processes import usable_cores
 MANIFEST = "truestep/checksums.json"
 STRETCH = 1 << 26  # bytes per checksum
 READ = 1 << 20  # bytes read at a time
-_FEW_THREADS = 4  # beside a step
-_MOST_THREADS = 8  # computing a checksum releases the GIL; with more threads the disk is the limit
+_FEW_THREADS = 4  # threads while a step computes
+_MOST_THREADS = 8  # most threads; a checksum releases the GIL, and with more threads the disk is the limit
 
 
 class RunningChecksums:

@@ -1,4 +1,4 @@
-"""Compares a checkpoint with its checksums, by all ranks together.
+"""Compares a checkpoint with its checksums. The ranks divide the work.
 
 Each checksum covers a long stretch of a file, and a sharded rank loads only some rows of each tensor, which are spans
 of a stretch. So each rank computes the CRC-32 of the spans that it reads. CRC-32 is linear: if the checksum of each
@@ -31,8 +31,8 @@ from truestep.text import printable
 from truestep.weights.tensor_parts import FOLDER, INDEX, IndexSpans, Shares, spans_of
 
 _INDEX = f"{FOLDER}/{INDEX}"
-# Seconds before each further look at a manifest that ranks do not all see: a network disk may show a machine late what
-# another has written.
+# Seconds before each further attempt to read a manifest that some ranks do not see: on a network disk, a machine may
+# see another machine's files late.
 _LOOKS = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -44,8 +44,8 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def find_damage_together(checkpoint: Path, ranks: Ranks) -> str | None:
-    """Do what `find_damage` does, by all ranks: each reads a part. Raise on all ranks if they do not see the same
-    manifest. Every rank calls this."""
+    """Do what `find_damage` does; each rank reads a part. Raise on all ranks if they do not see the same manifest.
+    Every rank calls this."""
     comparison = _seen_by_all(checkpoint, ranks)
     return next(iter(comparison.damages(ranks.gather(comparison.read(shares_of(ranks)))).values()), None)
 
@@ -62,14 +62,15 @@ def _seen_by_all(checkpoint: Path, ranks: Ranks) -> "Comparison":
     others = [str(rank) for rank, each in enumerate(seen) if each != most]
     named = f"rank {others[0]} does" if len(others) == 1 else f"ranks {', '.join(others)} do"
     raise RankLostError(
-        f"{named} not see {MANIFEST} of the checkpoint {checkpoint} as others of the {len(seen)} ranks do. A network "
-        "disk may show it late: then start again. Else compare the file on their machines"
+        f"{named} not see {MANIFEST} of the checkpoint {checkpoint} as others of the {len(seen)} ranks do. If the "
+        "network disk shows it late, start again. Otherwise compare the file on their machines"
     )
 
 
 def shares_of(ranks: Ranks) -> Shares:
-    """Return which rows of tensors a rank compares: less than twice an equal share. If weights are only sharded, a rank
-    loads the same rows; replicas divide them. With tensor, pipeline or expert parallelism it loads other rows."""
+    """Return which rows of tensors a rank compares: less than twice an equal share. If weights are only sharded, these
+    are the rows that the rank loads; replicas divide them. With tensor, pipeline or expert parallelism it loads other
+    rows."""
     layout, others = ranks.layout, ("pipeline", "data_replicate")
     copies = layout.number(ranks.rank, others), layout.count(others)
     return (ranks.place_on("tensor"), ranks.tensor), (ranks.shard, ranks.shards), copies
@@ -77,10 +78,10 @@ def shares_of(ranks: Ranks) -> Shares:
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank found in the bytes that it read."""
+    """The results of a rank for the bytes that it read."""
 
     seen: int | None  # the checksum of the manifest that the rank read; None: it found none
-    sums: Mapping[int, int] = field(default_factory=dict)  # of the spans of a stretch, by the stretch's number
+    sums: Mapping[int, int] = field(default_factory=dict)  # XOR of its spans' shifted checksums, by stretch
     problems: Mapping[str, str] = field(default_factory=dict)  # by file
 
 
@@ -142,7 +143,8 @@ class Comparison:
         self._files, self._length = files, length
 
     def _read_index(self) -> None:
-        """Read where the rows of tensors are. The index decides what each rank reads, so each rank checks it first."""
+        """Read the places of tensors' rows from the index. Each rank checks the index first, because the index decides
+        what each rank reads."""
         file, size = self._files[_INDEX], self._size(_INDEX)
         if isinstance(size, str):
             self._problems[_INDEX] = size
@@ -207,7 +209,7 @@ class Comparison:
     def _pieces(self, file: _File, spans: Iterable[tuple[int, int]]) -> list[Piece]:
         found = []
         for start, stop in joined(spans):
-            while start < min(stop, file.bytes):  # an index that belongs to other files may name more
+            while start < min(stop, file.bytes):  # an index of other files may name bytes after the end
                 number = start // self._length
                 end = min((number + 1) * self._length, file.bytes)
                 until = min(stop, end)
@@ -232,7 +234,7 @@ class Comparison:
         return Told(self.seen, sums, problems)
 
     def _sum(self, pieces: Sequence[Piece]) -> int | str:
-        """Return what pieces of one stretch add to its checksum, or a sentence if they cannot be read."""
+        """Return the contribution of one stretch's pieces to its checksum, or a sentence if they cannot be read."""
         total = 0
         try:
             with (self._checkpoint / pieces[0].name).open("rb", buffering=0) as file:
@@ -243,14 +245,14 @@ class Comparison:
         return total
 
     def damages(self, told: Sequence[Told], files: Iterable[_File] | None = None) -> dict[str, str]:
-        """Return a sentence for each damaged file, by its name. `told`: what the ranks found, which together read all
-        bytes of `files`; None: of all files."""
+        """Return a sentence for each damaged file, by its name. `told`: the results of the ranks, which together read
+        all bytes of `files`, or of all files if it is None."""
         found: dict[str, str] = {}
         for each in told:
             found |= {name: problem for name, problem in each.problems.items() if name not in found}
         if len({each.seen for each in told}) > 1:
             found.setdefault(MANIFEST, f"{MANIFEST} is not the same for all ranks")
-        if MANIFEST in found or _INDEX in found:  # the ranks may have divided other bytes than these
+        if MANIFEST in found or _INDEX in found:  # the ranks may have divided the bytes in different ways
             return dict(sorted(found.items(), key=lambda item: item[0] not in (MANIFEST, _INDEX)))
         sums: dict[int, int] = {}
         for each in told:
@@ -266,7 +268,7 @@ class Comparison:
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans in order, those that touch as one."""
+    """Return spans in order, with adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if found and found[-1][1] == start:

@@ -1,9 +1,10 @@
 """Checkpoints in host memory, for ranks that are started again.
 
-Such a checkpoint, here called a set, has the same files as a checkpoint on the disk. Each rank hands its part over to
-two keepers: one on its machine and one on the next machine, or both keepers of the only machine, which then share the
-memory. When all parts are handed over, the first rank hands over the other files, and tells all keepers that the set is
-complete. They forget the set before it when the next set arrives. After a loss the ranks ask the remaining keepers.
+Such a checkpoint, here called a set, has the same files as a checkpoint on the disk. Each rank sends its part to two
+keepers: one on its machine and one on the next machine, or both keepers of the only machine, which then share the
+memory. When the keepers have all parts, the first rank sends the other files and tells all keepers that the set is
+complete. They forget the set before it when the next set arrives. If a rank is lost, the restarted ranks read the set
+from the remaining keepers.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ _SILENT = "a keeper did not answer, and is left out from then on"
 
 
 class MemoryStore:
-    """The checkpoints that keepers hold, as `Saves` writes them: one at a time, each in place of the one before."""
+    """Writes checkpoints to keepers, as a store of `Saves`. Each checkpoint replaces the one before."""
 
     def __init__(self, memory: "Memory", staging: SharedStaging, last: Callable[[], Path | None]):
         self._memory, self._staging = memory, staging
@@ -54,7 +55,7 @@ class MemoryStore:
     def prepare(self, step: int) -> None: ...
 
     def write_part(self, step: int, rank: int, staged: Staged, random: dict[str, Any]) -> Written:
-        """Hand a rank's part and its random state over to two keepers."""
+        """Send a rank's part and its random state to two keepers."""
         name, content = f"{FOLDER}/{part_name(rank)}", bytes_of(staged.image)
         others = {f"{FOLDER}/{random_name(rank)}": json.dumps(random).encode()}
         entries = {name: entry_of(content)}
@@ -77,7 +78,7 @@ class MemoryStore:
             self._memory.say(f"warning: a copy in memory is missing: {problem}")
 
     def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path | None:
-        """Hand the other files over, and tell the keepers that the set is complete."""
+        """Send the other files, and tell the keepers that the set is complete."""
         try:
             return self._write_rest(progress, model, parts)
         except (OSError, MemoryError) as error:
@@ -124,7 +125,7 @@ class Recalled:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The answer of the keepers on a rank's machine: their addresses, and the sets that they hold."""
+    """The addresses of the keepers on a rank's machine, and the sets that they hold."""
 
     place: str
     host: str
@@ -134,7 +135,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Held:
-    """Says where the files of a set are: which machines hold each, and on this machine the number of its keeper."""
+    """The places of a set's files: the machines that hold each file, and on this machine the number of the keeper."""
 
     key: Key
     places: Mapping[str, Sequence[str]]
@@ -143,7 +144,7 @@ class _Held:
 
 @dataclass
 class Memory:
-    """The keepers of a generation, as one of its ranks sees them."""
+    """Access of one rank to the keepers of a generation."""
 
     ranks: Ranks
     run: Path
@@ -164,8 +165,8 @@ class Memory:
 
     @staticmethod
     def open(ranks: Ranks, run: Path, agent: Agent, limit: int | None, generation: int) -> "Memory":
-        """Start the keepers of this machine that are not there, and ask all for what they hold. Every rank calls
-        this."""
+        """Start the keepers of this machine that are not running, and ask all keepers which sets they hold. Every rank
+        calls this."""
         secret = ranks.share(lambda: secrets.token_bytes(32))
         memory = Memory(ranks, run, agent, limit or default_limit(), generation, secret)
         places = ranks.gather(machine_key())
@@ -189,8 +190,8 @@ class Memory:
         return memory
 
     def _own_address(self, first: str) -> str:
-        """Return the address of this machine by which other machines reach it, "" if there is none. The first machine
-        may know itself only as localhost: then it takes the address by which others reach it."""
+        """Return the address at which other machines reach this one, "" if there is none. If the first machine knows
+        itself only as localhost, it takes the address that the others use."""
         own, meeting = _addresses()
         others = [there for where, there in self.ranks.gather((machine_key(), meeting)) if where != first]
         if machine_key() == first and _only_here(own):
@@ -199,7 +200,7 @@ class Memory:
 
     @staticmethod
     def _pair(here: str, partner: str) -> list[tuple[str, int]]:
-        """Return where a part goes: to this machine and its partner, or to both keepers of the only machine."""
+        """Return the keepers for a part: one on this machine and one on its partner, or both on the only machine."""
         return [(here, 0), (partner, int(partner == here))]
 
     def _keeper(self, answer: _Answer, number: int) -> Keeper:
@@ -208,7 +209,7 @@ class Memory:
         return RemoteKeeper(answer.host, answer.ports.get(number, 0), self.secret)
 
     def _hello(self, number: int, start: bool = True) -> dict[str, Any]:
-        """Introduce this rank to a keeper of this machine; with `start`, start the keeper if it is not there."""
+        """Introduce this rank to a keeper of this machine. With `start`, start the keeper if it is not running."""
         here = LocalKeeper.of(self.run, number)
         processes = [os.getpid(), self.agent.number]
         fields: dict[str, Any] = {"generation": self.generation, "processes": processes, "address": self._address}
@@ -240,16 +241,16 @@ class Memory:
             self.forget()
 
     def forget(self, everywhere: bool = False) -> None:
-        """Have the keepers of this machine, or of all machines, forget what they hold."""
+        """Make the keepers of this machine, or of all machines, forget their sets."""
         own = [LocalKeeper.of(self.run, number) for number in (0, 1)]
         for keeper in dict.fromkeys([*own, *(self.everyone if everywhere else ())]):
             with contextlib.suppress(KeeperError), keeper.connected() as connection:
                 connection.ask("forget", generation=self.generation)
 
     def stands(self, step: int) -> None:
-        """Take note that a set is complete. Called on every rank."""
+        """Record that a set is complete. Called on every rank."""
         if self._several and (self._standing is None or self._standing[:2] != self._key(step)[:2]):
-            self._end(1)  # the second keeper, from when this machine was the only one
+            self._end(1)  # the second keeper, which was started when this machine was the only one
         self._standing = self._key(step)
 
     def _key(self, step: int) -> Key:
@@ -258,8 +259,8 @@ class Memory:
     def hand_over(
         self, step: int, small: Mapping[str, bytes], large: Mapping[str, tuple[memoryview, int]]
     ) -> list[str]:
-        """Hand files over to the keepers of this rank; `large`: files in memory that a keeper on this
-        machine can share. Return a sentence for each keeper that did not take all."""
+        """Send files to the keepers of this rank. `large`: files in memory that a keeper on this machine can share.
+        Return a sentence for each keeper that does not have all files."""
 
         def put(keeper: Keeper) -> None:
             if isinstance(keeper, LocalKeeper):  # start it again if it was lost
@@ -357,7 +358,8 @@ class Memory:
         return problem if isinstance(problem, str) else None
 
     def _try(self, do: Callable[[], Any]) -> Any:
-        """Return the result of `do`. If it failed on any rank, return that rank's error as a sentence on all ranks."""
+        """Call `do` and return its result. If it failed on any rank, return that rank's error as a sentence on all
+        ranks."""
         try:
             result, problem = do(), None
         except (KeeperError, LineError, OSError, KeyError, TypeError, AttributeError) as error:
@@ -400,7 +402,7 @@ class Memory:
         return {(where, name): damage for where, damages in found for name, damage in damages.items()}
 
     def _link(self, names: Sequence[str], held: _Held, recalled: Recalled) -> dict[str, str]:
-        """Link files that this machine's keepers hold; return a sentence for each that cannot be linked."""
+        """Link files that this machine's keepers hold. Return a sentence for each file that cannot be linked."""
         lacking: dict[str, str] = {}
         for name in names:
             try:
@@ -414,7 +416,7 @@ class Memory:
         return lacking
 
     def _note_remote(self, key: Key, remote: Mapping[str, str], folder: Path) -> None:
-        """Note where the parts are that only other machines hold, and copy the small files that this rank reads."""
+        """Record the places of parts that only other machines hold, and copy the small files that this rank reads."""
         parts = {}
         needed = {random_name(0), random_name(self.ranks.rank)}
         for name, where in remote.items():
@@ -438,7 +440,7 @@ def _key_of(one: Mapping[str, Any]) -> Key:
 
 
 def _new_directory(folder: Path, step: int) -> Recalled:
-    """Make a directory for the links of a state; a later save removes it if a kill leaves it there."""
+    """Make a directory for the links to a state's files. If a kill leaves it there, a later save removes it."""
     folder.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".step-{step:08d}-", suffix=".partial", dir=folder))
     (made / FOLDER).mkdir()
@@ -446,7 +448,7 @@ def _new_directory(folder: Path, step: int) -> Recalled:
 
 
 def _addresses() -> tuple[str, str]:
-    """Return this machine's address as the rendezvous of the ranks (MASTER_ADDR) sees it, and the rendezvous's own."""
+    """Return this machine's address as the ranks' rendezvous (MASTER_ADDR) sees it, and the rendezvous's address."""
     with contextlib.suppress(OSError):
         meeting = os.environ.get("MASTER_ADDR", "localhost")
         family, _, _, _, there = socket.getaddrinfo(meeting, 9, type=socket.SOCK_DGRAM)[0]

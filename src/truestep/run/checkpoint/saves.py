@@ -1,4 +1,4 @@
-"""Saves by all ranks: each rank writes its part in the background, and the first rank completes the checkpoint.
+"""Saving of checkpoints: each rank writes its part in the background, and the first rank completes the checkpoint.
 
 The ranks exchange their progress between steps, in the main thread. So every rank learns of a complete checkpoint after
 the same step, and no two threads communicate at once. Only one save is under way at a time.
@@ -22,7 +22,7 @@ from truestep.weights.tensor_parts import TensorPart
 
 
 class SaveError(TruestepError):
-    """A checkpoint is not written."""
+    """A checkpoint cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Store(Protocol):
     def write_part(self, step: int, rank: int, staged: Staged, random: dict[str, Any]) -> Written: ...
 
     def written(self, parts: Sequence[Written]) -> bool:
-        """Tell whether the checkpoint of these parts can be completed. Every rank calls this."""
+        """Tell whether these parts make a complete checkpoint. Every rank calls this."""
         ...
 
     def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path | None:
@@ -108,7 +108,7 @@ class Saves:
         self._store, self._ranks = store, ranks
         self._staging = staging or Staging()
         self._under_way: _UnderWay | None = None
-        self._staged: Staged | None = None  # of the last save, even if that was given up
+        self._staged: Staged | None = None  # the parts of the last save, even if the save was given up
         self._model: ModelFiles | None = None  # on the first rank only; made once for all saves
 
     @property
@@ -134,9 +134,9 @@ class Saves:
         hugging_face: bool = False,
         sync: Callable[[], None] = lambda: None,
     ) -> Complete | None:
-        """Begin to copy and write this rank's part of a checkpoint; return the checkpoint if it exists already. With
-        `hugging_face`, the weights are also written in Hugging Face format. `sync` puts the run's other files on the
-        disk; the writing thread calls it before it writes the part. Every rank calls this."""
+        """Begin to copy and write this rank's part of a checkpoint, or return the checkpoint if it exists already. With
+        `hugging_face`, the weights are also written in Hugging Face format. The writing thread calls `sync`, which puts
+        the run's other files on the disk, before it writes the part. Every rank calls this."""
         assert self._under_way is None, "one save at a time"
         ranks, final = self._ranks, self._store.final(progress.step)
         if ranks.share(lambda: final in self._store.complete()):
@@ -223,8 +223,8 @@ class Saves:
         under_way.task = None if model is None else Task(lambda: self._store.write_rest(progress, model, parts))
 
     def finish(self, deadline: float | None = None) -> Complete | None:
-        """Wait until the save under way is complete. If `deadline`, a time of `time.monotonic`, passes first on any
-        rank, give the save up. Every rank calls this."""
+        """Wait until the save under way is complete. Give the save up if `deadline`, a time of `time.monotonic`, passes
+        first on any rank. Every rank calls this."""
         while self._under_way is not None:
             if self._under_way.task is not None:
                 self._under_way.task.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -241,7 +241,7 @@ class Saves:
         self._under_way = None
 
     def close(self) -> None:
-        """Wait for the threads that allocate and copy: a process that ends while they run torch code is aborted."""
+        """Wait for the threads that allocate and copy, because a process that ends while they run torch code aborts."""
         try:
             self._staging.close()
         finally:

@@ -1,9 +1,9 @@
 """Copies weights and optimizer state to a staging buffer in host memory, before the next update changes them. The
 buffer has the layout of the checkpoint's file, header included, so that it is written to the disk as it is.
 
-The thread that writes the checkpoint copies while the next step computes. A GPU serves one stream's queued copies to
-the host before those of other streams, and a step waits for small copies of its own: so the thread queues one piece
-at a time, and waits for it. It looks for values that are not finite in the source tensors, on their device.
+The thread that writes the checkpoint copies while the next step computes. A GPU completes all queued copies of one
+stream to the host before those of other streams, and a step waits for small copies of its own. So the thread queues one
+piece at a time and waits for it. It checks the source tensors, on their device, for values that are not finite.
 """
 
 import os
@@ -50,8 +50,8 @@ class Staged:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy all parts; return when the copies are complete. Runs in a thread, also the layout of the buffer, so that
-        no step waits for it."""
+        """Make the layout of the buffer, and copy all parts. Return when the copies are complete. This runs in a
+        thread, so that no step waits for it."""
         try:
             self.image, self.parts = self._staging.room_for(self.parts)
             self._copy_on_gpu() if self._stream is not None else self._copy_here()
@@ -139,8 +139,8 @@ class Staging:
         return self._stream
 
     def room_for(self, parts: Sequence[TensorPart]) -> tuple[torch.Tensor, Sequence[TensorPart]]:
-        """Return the buffer of these parts, with the file's header written, and the parts with their places in it as
-        values, not copied yet."""
+        """Return a buffer for these parts, with the file's header written, and the parts with views of the buffer as
+        values. The values are not copied yet."""
         layout = _layout(parts)
         self._wait_for_room()
         self._make_room(layout.size, _device_of(parts))
@@ -170,7 +170,7 @@ class Staging:
         if self._room.nbytes >= size and self._pinned >= pinned:
             return
         self._room, self._pinned = torch.empty(0, dtype=torch.uint8), False  # free the old buffer first
-        if device is None:  # write to every page, so that the kernel maps it now and not during a copy
+        if device is None:  # write to every page, so that the kernel maps the pages now and not during a copy
             room = torch.frombuffer(mapped(size), dtype=torch.uint8).fill_(0)
         else:
             with torch.cuda.device(device):  # a new thread's current device is cuda:0
@@ -179,8 +179,8 @@ class Staging:
 
 
 class SharedStaging(Staging):
-    """Two staging buffers that other processes can hold, used in turn: while one is copied to, the other has the last
-    complete state."""
+    """Two staging buffers that other processes can hold. They are used in turn: while parts are copied to one, the
+    other has the last complete state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -139,13 +139,13 @@ class CheckpointStore:
         self._fence = fence  # raises if another process writes the run
 
     def complete(self) -> list[Path]:
-        """List the complete checkpoints, oldest first. Directories of other names, such as copies, are none."""
+        """List the complete checkpoints, oldest first. Directories with other names, such as copies, do not count."""
         found = self._directory.glob("step-*")
         return sorted(path for path in found if step_by_name(path) is not None and _is_complete(path))
 
     def newest(self) -> list[Path]:
-        """List the newest complete checkpoints, as many as the run keeps. An older one exists only if it is the
-        best."""
+        """List the newest complete checkpoints, as many as the run keeps. An older checkpoint is there only because it
+        is the best."""
         return self.complete()[-self._keep :]
 
     def before(self, checkpoint: Path) -> Path | None:
@@ -164,11 +164,11 @@ class CheckpointStore:
         return self._best.checkpoint(self.complete())
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
-        """Take note of an evaluation, which says which checkpoint is the best."""
+        """Record an evaluation, whose value decides which checkpoint is the best."""
         self._best.add(line)
 
     def evaluated_before(self, values: Mapping[int, float]) -> None:
-        """Take note of the values of earlier evaluations, by step."""
+        """Record the values of earlier evaluations, by step."""
         self._best.values.update(values)
 
     def wants(self, step: int) -> bool:
@@ -216,11 +216,11 @@ class CheckpointStore:
         raise error
 
     def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
-        """Write the other files of a checkpoint, the manifest last; rename the checkpoint; remove old ones."""
+        """Write the other files of a checkpoint, the manifest last. Then rename the checkpoint, and remove old ones."""
         partial, final = self.partial(progress.step), self.final(progress.step)
         with self._fenced(), writing(partial):
             write_index(partial / FOLDER, [part.tensors for part in parts])
-            self._fence()  # this process may stand still between any two files
+            self._fence()  # another process may have taken over the run while this one hung between two files
             model.write(partial)
             self._fence()
             _write_progress(partial / FOLDER, progress)
@@ -229,7 +229,7 @@ class CheckpointStore:
             sync_tree(partial)
             self._fence()
             if final.exists():
-                shutil.rmtree(final)  # not complete, such as an interrupted copy by the user
+                shutil.rmtree(final)  # incomplete, such as a copy that the user interrupted
             os.replace(partial, final)
         sync_directory(self._directory)
         with self._fenced():
@@ -238,7 +238,7 @@ class CheckpointStore:
 
     @contextmanager
     def _fenced(self) -> Iterator[None]:
-        """Raise if another process writes the run, also where it removed what this one was writing."""
+        """Raise if another process writes the run. It may have removed the checkpoint that this one was writing."""
         self._fence()
         try:
             yield

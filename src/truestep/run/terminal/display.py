@@ -190,7 +190,7 @@ class Display:
             self._print(doing)
 
     def _is_new(self) -> bool:
-        """Tell whether the current work gets a line: the first after `_FIRST` seconds, another kind after `_NEW`."""
+        """Tell whether the current work gets a line: the first work after `_FIRST` seconds, a new kind after `_NEW`."""
         kind = self._kind()
         if not kind or kind in self._said or self._seconds() < (_NEW if self._said else _FIRST):
             return False
@@ -222,7 +222,7 @@ class Display:
         if takes is None or not progress.current_phase()[0].startswith("computing step"):
             return ""  # a stop interrupts sampling and evaluations at once
         left = takes - (self._clock() - progress.current_phase()[1])
-        return f" (about {duration(left + 0.5)} by the last steps)" if left > 0 else ""
+        return f" (about {duration(left + 0.5)}, judging by the last steps)" if left > 0 else ""
 
     def _draw(self, lines: list[Text]) -> None:
         """Print the messages, and draw the lines below them."""

@@ -1,5 +1,5 @@
-"""A run's metrics. A terminal shows a progress bar, the time left, the curve of the reward and the last step's metrics,
-and above them a line for every n-th step. A file gets a line a step."""
+"""Shows a run's metrics. A terminal shows a progress bar, the time left, the curve of the reward and the last step's
+metrics, and above them a line for every n-th step. A file gets a line for each step."""
 
 import math
 import re
@@ -150,7 +150,7 @@ class ConsoleSink:
         self._start = time.monotonic()
         self._ends: deque[tuple[int, float]] = deque([(done, self._start)], maxlen=_TIMED + 1)
         self._computed: deque[float] = deque(maxlen=_TIMED)  # seconds of steps without the wait for their documents
-        self._trends = {"reward": Trend(), "loss": Trend()}  # the first that has a curve is drawn
+        self._trends = {"reward": Trend(), "loss": Trend()}  # the first with a curve is drawn
         utf8 = display.console.encoding.startswith("utf")
         self._full, self._empty = ("━", "╌") if utf8 else ("#", "-")
         self._draws = utf8
@@ -176,7 +176,7 @@ class ConsoleSink:
             self._display.say(warning)
 
     def _note(self, line: Mapping[str, Any]) -> None:
-        """Keep what the curve and the estimates need of a step."""
+        """Keep the values of a step that the curve and the estimates need."""
         if line.get("step_time") is not None:
             self._computed.append(max(0.0, line["step_time"] - (line.get("data_wait_time") or 0.0)))
         for name, trend in self._trends.items():

@@ -18,7 +18,7 @@ ALPHA = 1e-12
 _KEPT = 0.9  # weight of a server's evidence from earlier steps, per step
 _SELECTED = 3.0  # nats; allowance for older documents that were selected by reward or length
 _MOST_IN_ALL = 1.02  # largest accepted sum of the probabilities of different tokens
-_ENTROPY_SLACK = 0.02  # as a share of the entropy: numerical differences may make draws more likely by this much
+_ENTROPY_SLACK = 0.02  # share of the entropy by which numerical differences may make draws more likely
 _TAIL = 12.0  # nats below the uniform probability; less likely tokens contribute almost nothing to a variance
 _ENDLESS = 1e6
 _BETS = ("up", "down", "older_up")
@@ -30,7 +30,7 @@ _RATES = np.array([rate for _, rate in LEVELS])
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a sampler: its log-probs are not the policy's, or it did not draw its tokens with them."""
+    """A fault of a sampler: its log-probs are not the policy's, or it did not draw its tokens with them."""
 
     server: str
     places: tuple[int, ...]  # indices of its documents in the plan, in order of decreasing evidence
@@ -213,7 +213,7 @@ def _total_where_they_part(documents: Sequence[Rollout]) -> float:
 
 
 def _less_the_choice(rows: np.ndarray) -> np.ndarray:
-    """Subtract what selection may have added to the bets of older documents."""
+    """Subtract the most that selection may have added to the bets of older documents."""
     rows = rows.copy()
     rows[rows[:, COLUMN["older"]] > 0, COLUMN["older_up"]] -= _SELECTED
     return rows

@@ -26,7 +26,7 @@ class Annotator:
         return plan
 
     def computed(self, plan: StepPlan, scores: Sequence[DocumentScore]) -> StepPlan:
-        """Return the plan with results of the first update's passes, for further updates on its documents."""
+        """Return the plan with fields from the first update's passes, for further updates on its documents."""
         return plan
 
 

@@ -1,6 +1,7 @@
 """Metrics of a step's episodes: turns, why they ended, tool calls, and the time of turns and tools.
 
-They cover documents with turns; there are none without such documents. Every rank has all documents of the step.
+They cover the documents that have turns. Without such documents there are no metrics. Every rank has all documents of
+the step.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Metrics of a step's groups, completions and rewards: without differences within a group there is nothing to learn.
+"""Metrics of a step's groups, completions and rewards. Without differences, a group teaches nothing.
 
 Group metrics cover groups with two or more members in the step. Every rank has all documents of the step, so these
 metrics need no communication and do not depend on the layout.

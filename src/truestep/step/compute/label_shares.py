@@ -38,8 +38,8 @@ class LabelShare:
     first_token: int = 0
     send: tuple[int, ...] = ()  # rows to send to each rank
     receive: tuple[int, ...] = ()  # rows to receive from each rank
-    # The index of each label of this share among the received rows; None: the rows are already in order. They are not
-    # if documents share a prefix, because the rows of a prefix come before those of all its continuations.
+    # The index of each label of this share among the received rows; None: the rows are already in order. If documents
+    # share a prefix they are not in order, because the rows of a prefix come before those of all its continuations.
     order: torch.Tensor | None = None
     context: Context | None = None
 

@@ -124,8 +124,8 @@ class Passes:
             self._wires.send(current.following, forward.input.grad)
 
     def _routing(self, current: Pass) -> AbstractContextManager[None]:
-        """Return a context in which routers count the micro-batch's tokens. A backward pass may recompute layers; it
-        counts nothing."""
+        """Return a context in which routers count the micro-batch's tokens. A backward pass, which may recompute
+        layers, counts nothing."""
         routing = self._policy.routing
         if routing is None:
             return nullcontext()

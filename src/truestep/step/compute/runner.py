@@ -138,7 +138,7 @@ class StepRunner:
             metrics = merge(metrics, part)
         if plan.distinct is not None and "computed_tokens" in metrics:
             computed = metrics["computed_tokens"].value() or 0.0
-            # Less than 0 if micro-batches share prefixes that are too short to keep documents together.
+            # The difference is negative if micro-batches share prefixes that are too short to keep documents together.
             metrics["recomputed_prefix_tokens"] = Sum(max(0.0, computed - plan.distinct))
         scores = {index: score for _, part, _ in parts for index, score in part.items()}
         rows = [of_micro_batch for _, _, part in parts for of_micro_batch in part]
@@ -311,7 +311,7 @@ class StepRunner:
 def _compare(
     micro_batch: MicroBatch, statistics: RowStatistics, documents_seen: int, tolerance: float
 ) -> np.ndarray:  # [sequences, COLUMNS]
-    """Compare a micro-batch's log-probs of the sampler with the policy's; return the sums on the host."""
+    """Compare the sampler's log-probs of a micro-batch with the policy's, and return the sums on the host."""
     logprobs = micro_batch.logprobs(statistics)
     return compare(micro_batch.labels, logprobs, statistics.entropy, documents_seen, tolerance)
 

@@ -4,5 +4,5 @@ plan              the documents of a step, by rank and micro-batch
 trees             groups of sequences with a shared prefix, which a plan keeps together
 queue             makes plans from a source's documents
 ahead             makes the next plan during a step
-agreement         what ranks compare of a plan
+agreement         digests of a plan, which the ranks compare
 """

@@ -1,7 +1,7 @@
-"""What ranks compare of a plan before they compute it, so that no rank works on other data than the rest.
+"""Digests of a plan, which ranks compare before they compute it, so that all ranks work on the same data.
 
 Every rank computes a digest of the documents' ids, lengths and numbers of labels, and of their packing. There are as
-many advantages as tokens: in a large step, a rank digests only those of its own documents and of another rank's.
+many advantages as tokens, so in a large step a rank digests only those of its own documents and of one other rank's.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def digests_of_plan(plan: StepPlan, rank: int) -> Digests:
 
 
 def other_of(plan: StepPlan, rank: int) -> int:
-    """Return the data rank whose advantages this rank digests too: another one in each step."""
+    """Return the other data rank whose advantages this rank digests. It changes from step to step."""
     steps = plan.documents_seen // max(1, plan.totals.num_documents)
     return (rank + 1 + steps % (plan.ranks - 1)) % plan.ranks
 
@@ -47,8 +47,8 @@ def documents_of_rank(plan: StepPlan, rank: int) -> list[int]:
 
 
 def disagreement(told: Sequence[Any]) -> str | None:
-    """Say which ranks digested different things; None if none did. `told`: the digests of each rank; None if
-    its data has ended; any other value if it takes part in another exchange, because it has other data."""
+    """Name the ranks whose digests differ; None if all agree. `told` has for each rank: its digests; None if its data
+    has ended; any other value if it takes part in another exchange, because it has other data."""
     digests = [each if isinstance(each, dict) else {_ALL: type(each).__name__} for each in told]
     for part in sorted({part for each in digests for part in each}):
         alike: dict[str, list[int]] = {}
@@ -91,7 +91,7 @@ def _content(plan: StepPlan) -> "hashlib._Hash":
 
 
 def _add_advantages(content: "hashlib._Hash", plan: StepPlan, indices: Sequence[int]) -> None:
-    """Add the documents' advantages: a user's own function of advantages may give other numbers on each rank."""
+    """Add the documents' advantages to a digest, because a user's own function may give other numbers on each rank."""
     for index in indices:
         advantages = plan.documents[index].advantages
         content.update(b"-" if advantages is None else advantages.tobytes())

@@ -1,7 +1,7 @@
 """Chooses the documents of each step, on the host, from their order.
 
 exact    the next `docs_per_step` documents, packed afterwards: the set does not depend on the token budget
-packed   the next micro-batches, packed in order until a rule says stop: the set depends on the token budget
+packed   the next micro-batches, packed in order until a rule ends the step: the set depends on the token budget
 """
 
 import math
@@ -113,7 +113,7 @@ def _packed(
     sequences: Sequence[Rollout], lengths: Sequence[int], rule: StepRule, spread: Spread | None
 ) -> tuple[list[list[int]], bool, int | None]:
     """Return the members of each micro-batch, and whether they share prefixes. Also return the number of tokens if each
-    shared prefix were computed once; None if nothing was looked for, or if sharing would save no time."""
+    shared prefix were computed once; None if no prefixes were looked for, or if sharing would save no time."""
     alone = Packables.alone(lengths, rule.even_length)
     if rule.share == "off" or (rule.share == "auto" and not _busy(alone, rule)):
         return _balanced(sequences, alone, rule)[0], False, None
@@ -134,7 +134,7 @@ def _packed(
 
 
 def _busy(alone: Packables, rule: StepRule) -> bool:
-    """Tell whether micro-batches without shared prefixes keep the device busy. Else fewer tokens save no time."""
+    """Tell whether micro-batches without shared prefixes keep the device busy. If not, fewer tokens save no time."""
     return alone.cost >= rule.busy * max(rule.multiple, sum(alone.tokens) / rule.tokens_per_microbatch)
 
 

@@ -27,7 +27,7 @@ class PlanQueue:
         self._documents: list[Rollout] = []  # the documents of the plan that is being repeated
         self.documents_seen = 0
         self.dropped: list[Rollout] = []
-        self.taken = Taken()  # what the last plan took from the source; no documents if the plan is a repeat
+        self.taken = Taken()  # taken from the source for the last plan; no documents if the plan is a repeat
 
     def next_plan(self) -> StepPlan | None:
         """Make the next step's plan; None at the end of the data."""
@@ -70,7 +70,7 @@ class PlanQueue:
 
     def _take_packed(self) -> Taken | None:
         source, wanted = self._source, self._rule.docs_per_step + 1
-        assert isinstance(source, PeekableSource), "the configuration has a sampler make exact steps"
+        assert isinstance(source, PeekableSource), "with a sampler, the configuration allows only exact steps"
         while True:
             waiting = source.peek(wanted)
             count, micro_batches, complete = count_packed([lengths_of(document) for document in waiting], self._rule)

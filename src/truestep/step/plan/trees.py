@@ -1,4 +1,4 @@
-"""Items of a plan: sequences in one micro-batch, because they share a prefix.
+"""Items of a plan. An item is sequences that must be in one micro-batch, because they share a prefix.
 
 A tree of sequences that exceeds a limit is divided into parts. Each part computes the common prefix again.
 """
@@ -17,9 +17,9 @@ from truestep.rollouts.packing import first_fit_decreasing
 from truestep.rollouts.prefixes import PATH_COST, Forest, find_segments, identities
 from truestep.types import Rollout, facts_of
 
-# Sequences are kept in one micro-batch for a prefix only if sharing it saves at least this share of their tokens,
-# without those of the largest branch. A shorter prefix, such as the start of a chat template, is shared only if its
-# sequences are in one micro-batch anyway.
+# A prefix keeps its sequences in one micro-batch only if sharing it saves at least this share of their tokens (not
+# counting the largest branch). A shorter prefix, such as the start of a chat template, is shared only if its sequences
+# are in one micro-batch anyway.
 _TIES = 0.05
 
 
@@ -52,7 +52,8 @@ class Packables:
 
     @staticmethod
     def alone(lengths: Sequence[int], even_length: float) -> "Packables":
-        """Each sequence is an item. `even_length`: at this length attention costs as much as matrix products."""
+        """Make an item of each sequence. `even_length`: the length at which attention costs as much as matrix
+        products."""
         tokens = np.asarray(lengths, np.int64)
         return Packables([(index,) for index in range(len(lengths))], lengths, _cost(tokens, even_length).tolist())
 
@@ -66,7 +67,7 @@ class Packables:
         )
 
     def moved(self, start: int) -> "Packables":
-        """Return these items of a part of the sequences as items of all; the part begins at `start`."""
+        """Return these items with `start` added to the indices of their sequences."""
         return replace(self, members=[tuple([start + index for index in each]) for each in self.members])
 
     @property
@@ -116,7 +117,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank found in its part of a step's sequences."""
+    """The items that a rank found in its part of a step's sequences."""
 
     seen: str  # a digest of the step's sequences
     items: list[Packables]  # for each limit
@@ -142,15 +143,16 @@ def find_items_together(
     spread: Spread | None,
     ranks: int,
 ) -> list[Packables]:
-    """Find items. In a large step each rank searches the sequences of some groups, and the items are gathered. They are
-    those of `find_items`, except where groups share a prefix, such as a system prompt: each part computes it again."""
+    """Find items. In a large step each rank searches the sequences of some groups, and the items are gathered. The
+    result is that of `find_items`, except that groups of different ranks do not share a prefix, such as a system
+    prompt: each computes it again."""
     if spread is None or len(sequences) < _SPREAD:
         return find_items(sequences, alike, least, limits, even_length)
     part = parts_of_groups(sequences, ranks)[spread.rank]
     own = find_items(sequences[part.start : part.stop], alike, least, limits, even_length)
     mine = _Found(_digest(sequences), [each.moved(part.start) for each in own])
     gathered = spread.gather(mine)
-    # A rank with other data may have sent another value, or may take part in another exchange.
+    # A rank with other data may have sent another value, or one of another exchange.
     others = [rank for rank, found in enumerate(gathered) if not isinstance(found, _Found) or found.seen != mine.seen]
     if others:
         raise RankError(
@@ -169,7 +171,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def parts_of_groups(sequences: Sequence[Rollout], count: int) -> list[range]:
-    """Divide sequences into `count` parts of similar number, between two groups where there are any."""
+    """Divide sequences into `count` parts with similar numbers of sequences, which end where groups end."""
     borders = [0]
     for number in range(1, count):
         place = max(borders[-1], number * len(sequences) // count)
@@ -199,8 +201,8 @@ class _Divider:
         self._items: list[Item] = []
 
     def items(self) -> list[Item]:
-        """Go through the segments, children before parents. Pass the parts of each segment on to its parent. Parts that
-        cannot be joined within the limit stay separate, and each part of a root becomes an item."""
+        """Join the parts of each segment, children before parents, and pass them on to the parent. Parts that cannot be
+        joined within the limit stay separate. Each part of a root becomes an item."""
         segments = self._forest.segments
         waiting: list[list[_Part]] = [[] for _ in segments]  # the parts below each segment
         ending: list[list[int]] = [[] for _ in segments]

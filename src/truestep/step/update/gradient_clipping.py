@@ -81,8 +81,8 @@ def clip_scale(norm: float, threshold: float | None) -> float:
 
 
 def usable(norm: float, threshold: float | None) -> bool:
-    """Return whether an optimizer can use a gradient of this norm after clipping. Squares of its elements, which the
-    second moments hold, and the clipping factor must be in the range of float32."""
+    """Return whether an optimizer can use a gradient of this norm after clipping. The clipping factor, and the squares
+    of the gradient's elements (for second moments), must be in the range of float32."""
     scale = clip_scale(norm, threshold)
     return norm * scale <= LARGEST and scale >= _SMALLEST_SCALE
 

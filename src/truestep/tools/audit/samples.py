@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 NONE = np.iinfo(np.int64).min  # marks a missing integer
-# A sampler's log-prob of 0 is wrong if the trainer's is below -UNLIKELY, and all of them together are drawn with less
-# than CHANCE.
+# Tokens with a sampler's log-prob of 0 were not drawn if the trainer's is below -UNLIKELY at each of them, and the
+# trainer's probability of all of them together is below CHANCE.
 UNLIKELY, CHANCE = 0.5, 1e-6
 
 
@@ -44,7 +44,7 @@ class Sample:
     completion: str | None = None
     answer: str | None = None  # the expected answer, if the reward compares the completion with one
     mean_entropy: float | None = None  # mean over the labels, if there is no entropy per token
-    document: str | None = None  # the document's id, in what a truestep run has kept
+    document: str | None = None  # the document's id, in rollouts that a truestep run kept
     conversation: str | None = None  # the same for all turns of a conversation, which are in order
     lengths: tuple[int, int] | None = None  # lengths of prompt and completion, if there are no tokens
     # for each list of a wrong length: its name, its length, and the expected length
@@ -118,7 +118,7 @@ class Dump:
 
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of each sample's first and last label, -1 without one."""
+        """Return the positions of each sample's first and last label; -1: it has none."""
         return span(self.mask, self)
 
     @cached_property
@@ -127,18 +127,18 @@ class Dump:
 
     @cached_property
     def zero_ends(self) -> np.ndarray:
-        """Return [labels] True for the last labels of each sample, as far as the sampler's log-probs are exactly 0."""
+        """Return for each label: True if the sampler's log-prob is exactly 0 from it to its sample's last label."""
         return at_ends(self.logprobs[self.labels] == 0, self.label_counts)
 
     @cached_property
     def unlikely(self) -> np.ndarray:
-        """Return [labels] True where the sampler's log-prob is exactly 0, and the trainer's is low."""
+        """Return for each label: True if the sampler's log-prob is exactly 0 and the trainer's is low."""
         return (self.logprobs[self.labels] == 0) & (self.trainer[self.labels] < -UNLIKELY)
 
     @cached_property
     def forced_ends(self) -> np.ndarray:
-        """Return [labels] True for the `zero_ends` of samples that have an unlikely label there, if these are too many
-        for chance, and other labels are not like this."""
+        """Return for each label: True if it is one of the `zero_ends` of a sample with an unlikely label among them.
+        All are False if chance explains the unlikely labels, or if other places have unlikely labels too."""
         none = np.zeros(len(self.labels), np.bool_)
         found = self.unlikely & self.zero_ends
         if not found.any() or self.unlikely.sum() > 1.1 * found.sum():
@@ -149,7 +149,8 @@ class Dump:
 
     @cached_property
     def gap(self) -> np.ndarray:
-        """Return the log-ratios at labels, trainer minus sampler. NaN where one is missing, and at forced ends."""
+        """Return the log-ratio of each label, trainer minus sampler. NaN at forced ends, and where a log-prob is
+        missing."""
         found = self.trainer[self.labels] - self.logprobs[self.labels]
         found[self.forced_ends] = np.nan
         return found
@@ -188,7 +189,7 @@ class Dump:
 
     @cached_property
     def prompts(self) -> np.ndarray:
-        """Return a number for each prompt, -1 if it is unknown."""
+        """Return each sample's prompt as a number; -1: unknown."""
         first, _ = self.edges
         return codes([self._prompt_key(one, int(first[i])) for i, one in enumerate(self.samples)])
 
@@ -200,7 +201,7 @@ class Dump:
 
     @cached_property
     def completions(self) -> np.ndarray:
-        """Return a number for each completion, -1 if it is unknown."""
+        """Return each sample's completion as a number; -1: unknown."""
         keys: list[bytes | str | None] = []
         for one in self.samples:
             known = one.ids is not None and one.mask is not None and one.mask.any() and one.ids[0] >= 0
@@ -221,7 +222,7 @@ class Dump:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """Return a number for each group, -1 if it is unknown. It is unknown if samples without group ids may be
+        """Return each sample's group as a number; -1: unknown. It is unknown if samples without group ids may be of
         several groups of the same prompt."""
         found = self.asked.copy()
         sizes = np.bincount(found[found >= 0])
@@ -245,7 +246,7 @@ class Dump:
         return codes(keys)
 
     def place(self, token: int) -> tuple[int, int]:
-        """Return the sample and the position in it of a token, given its index among all tokens."""
+        """Return a token's sample and position in the sample, given its index among all tokens."""
         owner = int(self.owner[token])
         return owner, int(token - self.starts[owner])
 
@@ -264,8 +265,8 @@ def span(where: np.ndarray, dump: Dump) -> tuple[np.ndarray, np.ndarray]:
 
 
 def at_ends(where: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return True for the last labels of each sample, as far as `where` [labels] is true. A sample where it is true at
-    all labels has none. `counts`: how many labels each sample has."""
+    """Return for each label: True if `where` [labels] is true from it to its sample's last label, but not at all of the
+    sample's labels. `counts`: how many labels each sample has."""
     owner, place = np.repeat(np.arange(len(counts)), counts), np.arange(len(where))
     before = np.full(len(counts), len(where))  # each sample's last label at which `where` is false
     others, at = np.unique(owner[~where][::-1], return_index=True)

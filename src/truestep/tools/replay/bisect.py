@@ -1,6 +1,6 @@
-"""Finds the documents and labels that made a metric jump: by replays of the step with parts of it left out.
+"""Finds the documents and labels that made a metric jump, by replays of the step without some of them.
 
-What is left out adds nothing; totals, denominators and advantages stay the whole step's.
+Documents and labels that are left out add nothing; totals, denominators and advantages stay the whole step's.
 """
 
 import math
@@ -43,7 +43,7 @@ NOTHING = Searched([], [], [], 0, 0)
 
 @dataclass(frozen=True)
 class Bisection:
-    """The documents that caused a metric's jump, or the value where there is none."""
+    """The documents that caused a metric's jump or, if it did not jump, contribute much to its value."""
 
     metric: str
     step: int | None
@@ -82,7 +82,8 @@ def bisect(
             line = f"{metric} stands out at none of {len(values)} steps; --step looks into one all the same. "
             far = farthest(metric, values)
             line += (
-                f"Farthest is step {far.step}, {far.spreads:.1f} spreads from the usual; more than {FAR:g} stand out"
+                f"Farthest is step {far.step}, {far.spreads:.1f} spreads from the usual; a step with more than {FAR:g} "
+                "stands out"
             )
             return Bisection(metric, None, False, (), (), None, 0, 0.0, None, tuple(wrapped(line)))
     elif step not in values:
@@ -166,7 +167,7 @@ class _Finder(Observer):
         return known
 
     def _pointless(self) -> str | None:
-        """Return why no document is searched for; None if one is."""
+        """Return why no documents are searched for; None if they are."""
         jump, metric = self.jump, self.jump.metric
         if jump.jumped and jump.unusual(self.value) < 0.5:
             where = f"the jump is not in the replay: there {metric} is {number(self.value)}"
@@ -177,10 +178,10 @@ class _Finder(Observer):
                 "that is not the same twice"
             )
         if not self.value and self._usual is None:
-            return f"{metric} is 0, so no document makes anything of it"
+            return f"{metric} is 0, so no document contributes to it"
         if metric == GRADIENT_NORM and (not self.value or (self._usual is not None and self.value < self._usual)):
             return (
-                "grad_norm fell. Leaving documents out does not show which are missing from it: none was looked for. "
+                "grad_norm fell. Leaving documents out does not show which ones are missing, so none was looked for. "
                 "Look at advantages that are 0, and at gradients that cancel each other"
             )
         return None
@@ -264,9 +265,9 @@ class _Finder(Observer):
             known, whole = left_out(known), Sum(whole.value() or 0.0)
         scale = Scale(whole, whole.value() or 0.0, self._usual)
         if scale.falls_short:
-            kind = "maximum fell" if isinstance(whole, Max) else "minimum rose"
+            kind = "maximum that fell" if isinstance(whole, Max) else "minimum that rose"
             self.notes.append(
-                f"{metric} is a {kind}: no document can have made that; those that are missing would have"
+                f"{metric} is a {kind}: no document can have caused that, only documents that are missing"
             )
             self.searched = False
             return

@@ -1,4 +1,4 @@
-"""Finds the first difference between two runs, or a run and its replay, and says what made it."""
+"""Finds the first difference between two runs, or between a run and its replay, and the cause of the difference."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,10 @@ from truestep.tools.replay.stage import Stage, find_stage
 
 Cause = Literal["nothing", "order", "data", "option", "numerics"]
 _MOST = 3  # documents or weights that are named
-_ENOUGH = 3  # steps that differ by rounding, from which others are compared with them
-_FAR = 30.0  # a difference of more than this times the largest of these is no rounding
-_NOISE = 3.0  # a difference of up to this times the largest of these is rounding
+# If so many steps differ by rounding, the differences of later steps are compared with the largest of theirs.
+_ENOUGH = 3
+_FAR = 30.0  # more than so many times as large: not rounding
+_NOISE = 3.0  # at most so many times as large: rounding
 # Metrics that one label or document changes by far more than rounding: extremes, and shares of labels or documents.
 _OF_FEW = re.compile(
     r"max_|min_|ratio_new_old_squared|ended_by/|source_|.*(fraction|disagreement)|.*_(completions?|groups|prompts|tokens"
@@ -42,11 +43,11 @@ class Comparison:
     step: int | None
     """The first step in which they differ; None if they do not."""
     cause: Cause
-    """What made the difference: the order of documents, the data, an option, or the numerics of layout and machine."""
+    """The cause of the difference: the order of documents, the data, an option, or numerics of layout and machine."""
     lines: tuple[str, ...]
     """The difference in words."""
     stage: Stage | None = None
-    """Where numbers part first: in the forward pass, the gradient or the update."""
+    """The first place where numbers differ: the forward pass, the gradient or the update."""
 
     @property
     def text(self) -> str:
@@ -72,7 +73,7 @@ def _first_difference(mine: RunFiles, theirs: RunFiles) -> Comparison:
     for step in steps:
         if (documents := _of_documents(mine, theirs, step)) is not None:
             if rounded and not (mine.reads_a_file(step) and theirs.reads_a_file(step)):
-                return rounded[0].said([])  # a policy that rounds otherwise draws other documents
+                return rounded[0].said([])  # after different rounding, a policy draws other documents
             cause, lines = documents
             return Comparison(
                 step, cause, (f"{_first_step(step, rounded)}: {lines[0]}", *lines[1:], *_earlier(rounded))
@@ -146,7 +147,7 @@ def _some(names: list[str], others: set[str]) -> str:
 
 
 def _which(first: RunFiles, second: RunFiles, step: int, place: int, digests: list[list[str]]) -> str:
-    """Say what a document of one id has otherwise in two runs."""
+    """Describe how the documents with one id differ between two runs."""
     name = printable(first.ledger[step]["documents"][place])
     was, now = digests[0][place], digests[1][place]
     blocks = [run.records.get(step) for run in (first, second)]
@@ -164,7 +165,7 @@ def _which(first: RunFiles, second: RunFiles, step: int, place: int, digests: li
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The numbers of a step that two runs have otherwise."""
+    """The numbers of a step that differ between two runs."""
 
     step: int
     cause: Cause
@@ -174,11 +175,11 @@ class _Numbers:
     before_same: bool  # the weights before the step are known to be the same, to the last bit
     size: float  # of the largest difference
     bound: float  # of rounding
-    rounding: bool  # a reason is known for which the runs round otherwise
+    rounding: bool  # True: a reason is known why the runs round differently
 
     @staticmethod
     def of(first: RunFiles, second: RunFiles, step: int, carried: bool) -> "_Numbers | None":
-        """`carried`: steps before this one differ by rounding, which later steps take on with the weights."""
+        """`carried`: steps before this one differ by rounding, so the weights, and with them this step, do too."""
         metrics, compared = compare_metrics(first.metrics.get(step, {}), second.metrics.get(step, {}))
         weights = compare_weights(first.weights.get(step), second.weights.get(step))
         if not metrics and (weights is None or not (weights.weights or weights.norms)):
@@ -208,7 +209,7 @@ class _Numbers:
         return _Numbers(step, cause, [*lines, why], metrics, made, before_same, size, bound, rounding)
 
     def stands_out(self, before: Sequence["_Numbers"]) -> bool:
-        """Tell whether a step differs far more than those before it, which differ by rounding."""
+        """Tell whether a step differs far more than the steps `before`, which differ by rounding."""
         if len(before) < _ENOUGH:
             return False
         return self.size > max(_FAR * max(one.size for one in before), self.bound)
@@ -230,7 +231,7 @@ class _Numbers:
 
 
 def _first_step(step: int, rounded: Sequence[_Numbers], far: bool = False) -> str:
-    """Name the step of a difference. `far`: it is larger than those before it, which differ by rounding."""
+    """Name the step of a difference. `far`: the difference is larger than those of the steps `rounded`."""
     if not rounded:
         return f"step {step} is the first that differs"
     return f"step {step} is the first that differs " + ("by more than rounding" if far else "for another reason too")
@@ -259,7 +260,7 @@ def _steady(differences: Sequence[Difference]) -> list[Difference]:
 
 
 def _same_weights(first: WeightLine | None, second: WeightLine | None) -> bool:
-    """Tell whether two lines show that all weights are the same. Copies of weights do not show their masters."""
+    """Tell whether two lines show that all weights are the same. Digests of copies do not show that masters are."""
     found = compare_weights(first, second)
     if found is None or first is None or first.made_by.get("digests_of") == "copies":
         return False
@@ -292,13 +293,13 @@ def named_weights(weights: WeightDifferences) -> str:
 
 
 def rounds(changed: Changed, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Tell whether there is a known reason for which two makings of a step round otherwise."""
+    """Tell whether there is a known reason why two computations of a step round differently."""
     deterministic = first.get("deterministic") and second.get("deterministic")
     return first != second or bool(changed.of_layout) or not deterministic
 
 
 def numerics(changed: Changed, first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Say what rounds otherwise in two makings of a step: layout, machine, versions, or nothing that is known."""
+    """Name the reason why two computations of a step round differently: layout, machine, versions, or none known."""
     odd = [
         f"{name} {first.get(name)} and {second.get(name)}"
         for name in dict.fromkeys((*first, *second))

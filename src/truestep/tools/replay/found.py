@@ -29,7 +29,7 @@ _MOST_LABELS = 8  # labels of a document that are shown
 _MOST_TEXT = 320  # characters of a prompt or a completion that are shown
 _MOST_SHOWN = 5  # documents that are shown
 _MOST_OF_IT = 0.5  # the share of a jump that documents must explain to be named as its cause
-_LARGEST_FILE = 1 << 30  # bytes of a file of records in which a line is looked for
+_LARGEST_FILE = 1 << 30  # bytes; a document's line is not looked for in larger files
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FoundLabel:
 
 @dataclass(frozen=True)
 class FoundDocument:
-    """A document that caused a metric's jump, or the value where there is none."""
+    """A document that caused a metric's jump or, if it did not jump, contributes much to its value."""
 
     document: Rollout
     part: float
@@ -62,7 +62,7 @@ class FoundDocument:
     labels: tuple[FoundLabel, ...]
     """The labels with a tenth or more of its contribution, and the one with the largest log-ratio, in token order."""
     spread: tuple[int, int, float] | None
-    """If no single label stands out: the span of labels that contributes most, as first index, last index and share."""
+    """If no single label stands out: the first and last index of the span that contributes most, and its share."""
     score: DocumentScore
 
     @property
@@ -126,7 +126,7 @@ class Found:
 
 
 def describe(config: Config, policy: Policy, found: Found) -> list[str]:
-    """Say which documents caused a jump, and which of their labels, in lines of a terminal's width."""
+    """Describe the documents and labels that caused a jump, in lines of a terminal's width."""
     jump, together, documents, without = found.jump, found.together, found.documents, found.without
     total, rest = len(found.plan.documents), ""
     if without is not None:
@@ -143,13 +143,15 @@ def describe(config: Config, policy: Policy, found: Found) -> list[str]:
         )
     if not documents:
         if found.unsearched:
-            return wrapped(f"none of the documents that were looked into, of {total}, makes much more than the others")
+            return wrapped(
+                f"none of the documents that were measured, of {total}, contributes much more than the others"
+            )
         whole = (
-            "the whole step does (its documents in common, the weights, an option)"
+            "the whole step does (all documents together, the weights, or an option)"
             if jump.jumped
             else "nothing stands out"
         )
-        return wrapped(f"no document and no few of {total} make much more of it than the others: {whole}")
+        return wrapped(f"neither one nor a few of {total} documents contribute much more than the others: {whole}")
     share = sum(one.share for one in documents)
     makes = "makes" if len(documents) == 1 else "make"
     what = "it" if jump.jumped and share >= _MOST_OF_IT else f"{share:.0%} of it"
@@ -204,7 +206,7 @@ def _of_labels(one: FoundDocument, reader: Reader | None) -> list[str]:
     lines = []
     if one.spread is not None and not any(label.share for label in one.labels):
         first, last, share = one.spread
-        lines += wrapped(f"no label alone: those of tokens {first} to {last} have {share:.0%} of its part", "  ")
+        lines += wrapped(f"no single label stands out; tokens {first} to {last} have {share:.0%} of its part", "  ")
     if not one.labels:
         return lines
     pieces = {}
@@ -267,8 +269,8 @@ def _files(config: Config, prompts: bool) -> list[Path]:
 
 
 def _line_of(file: Path, wanted: Sequence[str]) -> int | None:
-    """Return the line of the record with one of these ids. Only lines that have the id between quotes are parsed, so
-    that a short one, which many lines contain, is found as fast."""
+    """Return the number of the line whose record has one of these ids. Only lines with an id in quotes are parsed,
+    because many lines contain a short id somewhere."""
     forms = {json.dumps(name, ensure_ascii=ascii) for name in wanted for ascii in (True, False)}
     quoted = tuple(form.encode() for form in (*forms, *(f": {name}" for name in wanted if name.isdigit())))
     try:

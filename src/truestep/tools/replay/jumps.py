@@ -1,4 +1,4 @@
-"""Finds the step at which a metric of a run jumped: it is far from the steps before it."""
+"""Finds the step at which a metric of a run jumped, that is, was far from its values at the steps before."""
 
 import difflib
 import math
@@ -13,9 +13,9 @@ from truestep.metrics.spent import of_the_machine
 from truestep.run.again import ReplayError
 
 _AROUND = 20  # steps that a step is compared with
-_LEAST_BEFORE = 4  # if fewer steps are before a step, those after it count too
+_LEAST_BEFORE = 4  # a step with fewer steps before it is compared with the steps after it too
 FAR = 8.0  # a step has jumped if it is more than so many spreads from the median
-_FLOOR = 0.005  # a spread is at least this share of the median: a smaller one would make harmless noise a jump
+_FLOOR = 0.005  # a spread is at least this share of the median, so that harmless noise is no jump
 # Metrics of a step that cannot be attributed to single documents.
 _OF_NO_DOCUMENT = frozenset(
     {
@@ -43,7 +43,7 @@ class Jump:
 
     @property
     def spreads(self) -> float:
-        """How many spreads of the steps around the value is from their median."""
+        """The distance of the value from the median of the steps around, in units of their spread."""
         usual = self.usual
         if usual is None:
             return 0.0
@@ -53,7 +53,7 @@ class Jump:
         return abs(self.value - usual) / max(deviation, few, floor)
 
     def unusual(self, value: float) -> float:
-        """Return how far a value is from the usual one, as a share of this step's distance."""
+        """Return the distance of a value from the usual one, as a share of this step's distance."""
         usual = self.usual
         return 1.0 if usual is None or usual == self.value else abs(value - usual) / abs(self.value - usual)
 
@@ -75,9 +75,9 @@ def number(value: float) -> str:
 
 
 def values_of(run: Path, metric: str, lines: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """Return a metric's values by step. Raises an error that says which metrics there are."""
+    """Return a metric's values by step. If there are none, raise an error that lists the run's metrics."""
     if metric in _OF_NO_DOCUMENT or of_the_machine(metric):
-        raise ReplayError(f"{metric} is made by no document: name a metric of the step's labels, or grad_norm")
+        raise ReplayError(f"no document contributes to {metric}: name a metric of the step's labels, or grad_norm")
     found = {
         step: float(line[metric]) for step, line in sorted(lines.items()) if isinstance(line.get(metric), int | float)
     }
@@ -110,8 +110,8 @@ def farthest(metric: str, values: Mapping[int, float]) -> Jump:
 
 
 def find_jump(metric: str, values: Mapping[int, float]) -> Jump | None:
-    """Return the largest jump. Of steps in a row that are far off, the first is meant: those after it may follow from
-    it. None if no step stands out."""
+    """Return the largest jump; None if no step stands out. If consecutive steps jumped, return the first of them,
+    because the others may follow from it."""
     jumps = [jump for step in sorted(values) if (jump := jump_at(metric, values, step)).jumped]
     if not jumps:
         return None

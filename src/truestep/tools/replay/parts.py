@@ -158,8 +158,8 @@ def _cut(value: Any, span: slice) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class SomeLabels(Labels):
-    """Labels of which only those with the field `KEPT` count. The others contribute nothing, but what all labels of a
-    document share is unchanged."""
+    """Labels of which only those with the field `KEPT` count. The others contribute nothing, but values that all labels
+    of a document share, such as its mean ratio, are unchanged."""
 
     @staticmethod
     def some(labels: Labels, kept: torch.Tensor) -> "SomeLabels":
@@ -244,7 +244,7 @@ def far_together(known: Mapping[int, Metric], usual: float, value: float) -> lis
 
 @dataclass(frozen=True)
 class Scale:
-    """How documents' contributions to a metric are measured."""
+    """The scale for documents' contributions to a metric."""
 
     whole: Metric  # the step's
     value: float  # the step's

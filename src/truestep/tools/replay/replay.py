@@ -41,14 +41,14 @@ class Replay:
 
     step: int
     begins: int
-    """The step after which the checkpoint was written that the replay began from; 0: the run's beginning."""
+    """The step of the checkpoint that the replay began from; 0: the run's beginning."""
     changed: tuple[str, ...]
     """The options that were changed, which make it a "what if"."""
     exact: bool
-    """True if the weights are the original's, bit for bit, and all metrics that the run kept."""
+    """True if the weights, and all metrics that the run kept, are the original's bit for bit."""
     lawful: bool
-    """True if the first step that was made again differs from the original by rounding alone; where nothing is known
-    that rounds otherwise (layout, machine, versions, no `deterministic: true`), if the step is exact."""
+    """True if the first step that was made again differs from the original by rounding alone. If nothing is known that
+    changes rounding (layout, machine, versions, no `deterministic: true`): True if the step is exact."""
     metrics: dict[str, Any]
     """The step's line of metrics, made again."""
     said: tuple[str, ...]
@@ -132,8 +132,8 @@ def _folder(output: Path | None, ranks: Ranks) -> Iterator[Path]:
 
 
 def _changed(past: Past, original: Config, overrides: Sequence[str]) -> Config:
-    """Return the options of the replay. Of a section whose `type` is changed, only what differs from its defaults
-    stays."""
+    """Return the options of the replay. If a section's `type` is changed, its other options keep only values that
+    differ from the defaults."""
     if not overrides:
         return original
     options = original.model_dump()
@@ -150,14 +150,14 @@ def _changed(past: Past, original: Config, overrides: Sequence[str]) -> Config:
     for name in dict.fromkeys((*here, *before)):
         if here.get(name) != before.get(name) and not name.startswith(_MAY_CHANGE):
             raise ReplayError(
-                f"{name} cannot be changed: a replay trains on the documents of the step as they were trained on. "
+                f"{name} cannot be changed: a replay trains on the step's documents as they were. "
                 f"What may be changed: {', '.join(_MAY_CHANGE)}"
             )
     return config
 
 
 def _known(section: str, options: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the options of a section that its new type has, too."""
+    """Return those options of a section that its new type also has."""
     from truestep.config.describe import options as all_options
 
     named = iter(overrides)
@@ -217,8 +217,8 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
 
 
 def _beyond(past: Past, was: RunFiles, now: RunFiles, bound: float) -> tuple[int, list[Difference]]:
-    """Return the first step that is not what it was, and its metrics that differ by more than rounding makes. Judged
-    are the first step that was made again, and the step itself if the weights before it have the original's bits."""
+    """Return the first step that differs by more than rounding, and the metrics that do. The first step that was made
+    again is judged, and the step itself if the weights before it have the original's bits."""
     judged = [past.begins + 1]
     before = compare_weights(was.weights.get(past.step - 1), now.weights.get(past.step - 1))
     if past.step > judged[0] and before is not None and before.compared and not before.weights:
@@ -231,7 +231,7 @@ def _beyond(past: Past, was: RunFiles, now: RunFiles, bound: float) -> tuple[int
 
 
 def _what_if(changed: Changed) -> str:
-    """Say what was changed: of a section of another type, the type alone."""
+    """Describe the changed options. If a section's type was changed, only its type is named."""
     types = [name for name in changed.of_numbers if name.endswith(".type")]
     sections = tuple(name.removesuffix("type") for name in types)
     others = [name for name in changed.of_numbers if not name.startswith(sections)] if sections else changed.of_numbers
@@ -240,8 +240,8 @@ def _what_if(changed: Changed) -> str:
 
 
 def _at_the_beginning(past: Past, made: Made, was: RunFiles, config: Config) -> list[str]:
-    """Compare the weights that the replay begins with to those that the run noted: of the checkpoint's step, or its
-    first ones."""
+    """Compare the weights that the replay begins with to those that the run noted: after the checkpoint's step, or at
+    its beginning."""
     line = was.weights.get(past.begins)
     if line is None or line.made_by.get("digests_of") != made.digests_of:
         return []
@@ -259,7 +259,7 @@ def _at_the_beginning(past: Past, made: Made, was: RunFiles, config: Config) -> 
 
 
 def _beside_the_step_before(step: int, made: RunFiles, was: RunFiles) -> list[str]:
-    """Show the layers whose gradient changed most since the step before: where a jump came from."""
+    """Show the layers whose gradient grew most since the step before, because a jump may come from them."""
     this, before = made.weights.get(step), made.weights.get(step - 1) or was.weights.get(step - 1)
     if this is None or before is None:
         return []
@@ -306,5 +306,5 @@ def _not_exact(
         return [f"step {past.step} is what it was, but for rounding: {differs}."]
     return [
         f"step {step} is what it was, but for rounding. Step {past.step} was not judged, as the weights before it "
-        f"differ, and differences of rounding grow: {differs}. A checkpoint just before it would tell"
+        f"differ, and rounding differences grow over steps: {differs}. A checkpoint just before it would tell"
     ]

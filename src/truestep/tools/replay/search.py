@@ -1,8 +1,8 @@
-"""The search for the few of many that make most of a sum.
+"""Searches for the few members that contribute most of a sum.
 
-Parts of a sum add up, so one half is measured, and the other half's part is what is left. Of all intervals with enough,
-the shortest is divided further. One among n is found with log2(n) measurements, of n members in all; k of them with k
-times as many.
+Contributions add up: if one half of the members is measured, the other half contributes the rest. Of all intervals that
+contribute enough, the shortest is divided next. One among n members is found with log2(n) measurements, which measure n
+members in all; k members take up to k times as many.
 """
 
 import heapq
@@ -15,7 +15,7 @@ MOST_MEASURED = 40
 
 @dataclass(frozen=True)
 class Part:
-    """Some members, and their part of the sum."""
+    """Some members, and their contribution to the sum."""
 
     part: float
     members: Sequence[int]
@@ -26,12 +26,12 @@ class Searched:
     found: list[Part]
     """The single members with a part of at least `least`."""
     others: list[Part]
-    """All others, as far as they were divided, the largest part first."""
+    """The intervals with a part below `least`, which were not divided further, the largest part first."""
     left: list[Part]
-    """Several members with a part of at least `least` that were not looked into, as the measurements ended."""
+    """The intervals with a part of at least `least` that were not divided before the measurements ended."""
     measured: int
     members: int
-    """How many members were measured in all."""
+    """The number of members in all measurements."""
 
 
 def search(
@@ -42,11 +42,11 @@ def search(
     *,
     most: int = MOST_MEASURED,
 ) -> Searched:
-    """Find the members whose part of the sum `whole` is at least `least`, with at most `most` measurements."""
+    """Find the members that contribute at least `least` to the sum `whole`, with at most `most` measurements."""
     found: list[Part] = []
     others: list[Part] = []
     order = itertools.count()
-    # A heap: the shortest first, and of equally short ones that with the largest part of the sum.
+    # A heap of intervals: the shortest first; of equal lengths, the one with the largest part.
     waiting: list[tuple[int, float, int, Part]] = []
     measured = count = 0
 
@@ -77,8 +77,8 @@ def search(
 def search_extreme(
     members: Sequence[int], measure: Callable[[Sequence[int]], float], least: float, *, most: int
 ) -> list[Part]:
-    """Find the members whose own value is at least `least`, if the value of several is the largest of theirs. None if
-    they are so many that `most` measurements do not find them all."""
+    """Find the members whose own value is at least `least`. `measure` returns the largest value of some members.
+    Return no member if `most` measurements are too few to find all."""
     found, waiting, measured = list[Part](), [members], 0
     while waiting:
         some = waiting.pop()

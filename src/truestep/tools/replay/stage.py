@@ -1,7 +1,7 @@
-"""Finds where two makings of a step part: in the forward pass, in the gradient of some layers, or in the update.
+"""Finds where two computations of a step first differ: in the forward pass, the gradient of some layers, or the update.
 
-Metrics show the forward pass, and norms of gradients the backward pass. A backward pass goes from the last layer to the
-first, so a layer that makes its gradient otherwise leaves those behind it as they were.
+Metrics show differences in the forward pass, and norms of gradients those in the backward pass. A backward pass goes
+from the last layer to the first, so if it first differs in a layer, the gradients of later layers are the same.
 """
 
 import re
@@ -33,8 +33,8 @@ def find_stage(
     before_same: bool,
     least: float = 0.0,
 ) -> Where | None:
-    """Find where two makings of a step part. `before_same`: the weights before the step are known to be the same.
-    `least`: differences up to this size are rounding. None if nothing differs by more."""
+    """Find where two computations of a step first differ. `before_same`: the weights before the step are known to be
+    the same. `least`: differences up to this size are rounding. None if nothing differs by more."""
     metrics = [one for one in metrics if one.size > least]
     forward = [one for one in metrics if not _of_gradient(one.name)]
     if forward:
@@ -63,7 +63,7 @@ def _largest(found: Sequence[Difference]) -> str:
 
 
 def _odd_gradients(first: WeightLine | None, second: WeightLine | None, least: float) -> list[str]:
-    """Return the weights whose gradients' norms two lines have otherwise, in the model's order."""
+    """Return the weights whose gradient norms differ between two lines, in the model's order."""
     if first is None or second is None:
         return []
     mine, theirs = first.measured.gradient_norms, second.measured.gradient_norms
@@ -90,7 +90,7 @@ def _layer_that_stands_out(first: WeightLine | None, second: WeightLine | None) 
 
 
 def _of_the_backward_pass(odd: Sequence[str], line: WeightLine | None) -> str:
-    """Say which part of the backward pass makes gradients otherwise, by the weights whose gradients differ."""
+    """Say which part of the backward pass differs, judging by the weights whose gradients differ."""
     if not odd or line is None:
         return "the gradient or its norm"
     names = list(line.measured.gradient_norms)

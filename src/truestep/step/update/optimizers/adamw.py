@@ -106,7 +106,7 @@ def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda":
         return False
     what = "the kernel of optimizer.type: adamw"
-    return serves(what, "torch's does, and takes longer", lambda: wrong_on(device, dtype))
+    return serves(what, "torch's slower one is used", lambda: wrong_on(device, dtype))
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -155,7 +155,7 @@ class ByWeight(torch.optim.Optimizer):
         return zeros_on_host(like.shape, like.dtype, pinned=device.type == "cuda")
 
     def _place(self, value: torch.Tensor) -> torch.Tensor:
-        """Copy a state tensor from the host to where states are stored. A number stays on the host."""
+        """Copy a state tensor from the host to the place of states. A number stays on the host."""
         return self._zeros(value).copy_(value) if value.ndim else value
 
     def kinds(self, master: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -225,7 +225,7 @@ def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda":
         return False
     what = "the kernel of optimizer.type: adamw_8bit"
-    return serves(what, "torch's operations do, and take longer", lambda: wrong_on(device, dtype))
+    return serves(what, "torch's slower operations are used", lambda: wrong_on(device, dtype))
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:

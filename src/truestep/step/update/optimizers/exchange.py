@@ -1,7 +1,7 @@
 """Gathers each sharded matrix on one rank for some work, and scatters the result.
 
-The ranks that have parts or copies of the same weights divide the matrices among themselves. Of `workers` consecutive
-matrices, each rank gathers only one.
+The ranks that have parts or copies of the same weights divide the matrices among themselves: each rank gathers one of
+`workers` consecutive matrices.
 """
 
 from collections.abc import Callable, Sequence

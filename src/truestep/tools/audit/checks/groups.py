@@ -41,19 +41,19 @@ def copies(dump: Dump) -> Iterator[Evidence]:
     first = equal[0]
     if same_groups >= max(4, 0.9 * groups):
         text = f"in {same_groups:,} of {groups:,} groups all completions are the same"
-        text += f", where their log-probs predict {expected:.2g} equal pairs" if with_logprobs else ""
+        text += f", and their log-probs predict {expected:.2g} equal pairs" if with_logprobs else ""
         if not with_logprobs and len(set(completions.tolist())) < 4:
             return
         yield Evidence(first, text, same_groups, None, sure(with_logprobs), "temperature-unused")
     elif with_logprobs or sum(_long(dump, i) for i in equal) > 0.5 * groups > 1:
         text = f"{surplus:,} completions are copies of others in their group"
-        text += f", where their log-probs predict {expected:.2g}" if with_logprobs else f" in {len(equal):,} groups"
+        text += f", and their log-probs predict {expected:.2g}" if with_logprobs else f" in {len(equal):,} groups"
         yield Evidence(first, text, len(equal), None, sure(with_logprobs))
 
 
 def _all_twice(dump: Dump) -> Iterator[Evidence]:
-    """Find dumps of texts in which each completion of a prompt is there twice, as if two ranks had written one batch.
-    Short completions are left out: they may be equal by chance."""
+    """Find dumps of texts in which each completion of a prompt occurs twice, as if two ranks had written one batch.
+    Short completions are left out, because they may be equal by chance."""
     if any(one.group is not None or one.ids is not None for one in dump.samples):
         return
     groups, found = 0, list[int]()
@@ -64,7 +64,7 @@ def _all_twice(dump: Dump) -> Iterator[Evidence]:
         if long and len(counts) > 1 and counts.min() > 1 and len(set(counts.tolist())) == 1:
             found.append(int(members[-1]))
     if len(found) >= 4 and len(found) >= 0.8 * groups:
-        text = f"each completion of a prompt is there more than once, for {len(found):,} of {groups:,} prompts"
+        text = f"each completion of a prompt occurs more than once, for {len(found):,} of {groups:,} prompts"
         yield Evidence(found[0], text, len(found), None, "medium")
 
 
@@ -257,17 +257,17 @@ def _elsewhere(
             name, _, share = _best(rules, a, telling)
             if share >= 0.9:
                 side = "before" if by > 0 else "behind"
-                text = f"advantages follow ({name}) with the {what} of the samples {abs(by)} places {side}"
+                text = f"advantages follow the rule {name} with the {what} of the samples {abs(by)} places {side}"
                 yield Evidence(index, text, len(a), position, name="rewards-mispaired")
                 return
     for size in sorted({usual, *(k for k in range(2, 65) if len(a) % k == 0)}):
         for first in range(size if size == usual else 1):
             name, _, share = _best(_blocks(r, (order + first) // size, s, none), a, telling)
             if share >= 0.9:
-                text = f"advantages follow ({name}) from blocks of {size} samples in file order" + (
+                text = f"advantages follow the rule {name} in blocks of {size} samples in file order" + (
                     f" that begin at sample {(-first) % size}" if first else ""
                 )
-                yield Evidence(index, f"{text}, and not from groups", len(a), position, name="advantages-other-group")
+                yield Evidence(index, f"{text}, and not in groups", len(a), position, name="advantages-other-group")
                 return
     against = total = 0
     worst = index
@@ -278,13 +278,13 @@ def _elsewhere(
         worst = int(chosen[members[0]]) if wrong and not against else worst
         against += wrong
     if total >= 20 and against > 0.1 * total:
-        text = f"{against:,} of {total:,} pairs of a group have the larger advantage at the smaller reward"
+        text = f"in {against:,} of {total:,} pairs within groups, the smaller reward has the larger advantage"
         confidence = sure(against > 0.25 * total)
         yield Evidence(worst, text, len(a), _first_label(dump, worst), confidence)
 
 
 def reward_parts(dump: Dump) -> Iterator[Evidence]:
-    """Compare rewards with the sums of their parts, if they are equal in most samples."""
+    """Compare rewards with the sums of their parts. Report differences only if most samples have none."""
     rows = [i for i, one in enumerate(dump.samples) if len(one.parts) > 1 and one.reward is not None]
     if len(rows) < 8:
         return
@@ -320,8 +320,8 @@ def mispaired(dump: Dump) -> Iterator[Evidence]:
         sure = np.arctanh(min(away[by], 0.999)) * np.sqrt(max(independent - 3, 1)) > SURE
         if away[by] > 0.8 and here < away[by] - 0.3 and sure:
             text = (
-                f"rewards agree with the answers in completions at a correlation of {here:.2f}, and at {away[by]:.2f} "
-                f"with those {by}"
+                f"whether a completion has the answer correlates with its reward at {here:.2f}, and at {away[by]:.2f} "
+                f"with the rewards {by}"
             )
             wrong = int((right != (rewards > rewards.mean())).argmax())
             yield Evidence(rows[wrong], text, len(rows))
@@ -333,8 +333,8 @@ SURE = 4.5  # required standard errors of Fisher's z; 32 offsets and 3 numbers o
 
 
 def _dealt(dump: Dump, rows: list[int], ranks: int) -> np.ndarray:
-    """Return the places of the samples' rewards, if in each step the ranks gave theirs in turns, while samples stand
-    one rank after the other."""
+    """Return the place of each sample's reward, if in each step rewards are in turns of the ranks, and samples one rank
+    after the other."""
     steps = np.array([dump.samples[row].step for row in rows], object)
     places = np.arange(len(rows))
     for step in dict.fromkeys(steps):
@@ -366,5 +366,5 @@ def _unequal(dump: Dump) -> Iterator[Evidence]:
         if differ.any():
             unequal.append(int(members[differ.argmax()]))
     if len(unequal) >= 3 and len(unequal) >= 0.3 * equal:
-        text = f"{len(unequal):,} times a completion has another reward than an equal one of its prompt"
+        text = f"in {len(unequal):,} cases, equal completions of a prompt have different rewards"
         yield Evidence(unequal[0], text, len(unequal), None, "medium")

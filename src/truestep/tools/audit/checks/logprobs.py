@@ -55,7 +55,7 @@ def constant(dump: Dump) -> Iterator[Evidence]:
     found = np.flatnonzero((n >= 16) & (same == n))
     if len(found):
         index = int(found[0])
-        text = f"all {n[index]} log-probs of the sample are {first[index]:g}; so it is in {len(found):,} samples"
+        text = f"all {n[index]} log-probs of the sample are {first[index]:g}; this is so in {len(found):,} samples"
         yield Evidence(index, text, len(found), int(dump.edges[0][index]))
 
 
@@ -75,7 +75,7 @@ def truncated(dump: Dump) -> Iterator[Evidence]:
                 "and -1e-6: where one token survives the truncation its log-prob is 0"
             )
             inside = bool((dump.logprobs[dump.labels[~dump.zero_ends]] == 0).any())
-            text += "" if inside else f". They are at the ends alone. {_REASONS}"
+            text += "" if inside else f". All of them are the last labels of samples. {_REASONS}"
             yield Evidence(index, text, len(set(dump.owner[dump.labels].tolist())), position, sure(inside))
             return
     gap = dump.gap
@@ -104,15 +104,15 @@ def _but_ends(dump: Dump) -> np.ndarray:
 
 
 def forced_ends(dump: Dump) -> Iterator[Evidence]:
-    """Find end tokens that were not drawn, and have a log-prob of 0. The trainer's log-probs show them, or, where a
-    dump has none, the lengths of the samples."""
+    """Find end tokens that were not drawn and have a log-prob of 0. The trainer's log-probs show them; in a dump
+    without these, the lengths of the samples do."""
     if dump.forced_ends.any():
         at = int((dump.forced_ends & dump.unlikely).argmax())
         token, rows = int(dump.labels[at]), np.unique(dump.label_owner[dump.forced_ends])
         index, position = dump.place(token)
         text = (
             f"token {dump.ids[token]}, at the end, has a log-prob of exactly 0 where the policy's is "
-            f"{dump.trainer[token]:.2f}; so it is in {len(rows):,} samples"
+            f"{dump.trainer[token]:.2f}; this is so in {len(rows):,} samples"
         )
         cut = _cut_by_a_limit(dump, rows, int(dump.ids[token]))
         text += ", all of the largest length" if cut else f". {_REASONS}"
@@ -137,8 +137,9 @@ def _cut_by_a_limit(dump: Dump, rows: np.ndarray, end: int) -> bool:
 
 def _certain_at_the_limit(dump: Dump) -> Iterator[Evidence]:
     """Find samples of the largest length that end with a log-prob of exactly 0, if shorter ones with the same last
-    token do not. A policy that is certain of an end has log-probs near 0 too, but at other lengths as well. Rounded
-    log-probs are not tested, since they hide that difference, nor very short answers, which a grammar may end."""
+    token do not. A policy that is certain of an end also has log-probs near 0, but at every length. Rounding hides
+    that difference, so rounded log-probs are not tested. A grammar may end very short answers, so they are not tested
+    either."""
     rows = np.flatnonzero(dump.label_counts > 1)
     known = dump.logprobs[dump.labels]
     small = known[(known > -NEAR) & (known < 0)]
@@ -196,7 +197,7 @@ def beside_trainer(dump: Dump) -> Iterator[Evidence]:
     base = dump.trainer[dump.labels][known]
     explained = min(_explained(base, d), _explained(base, base - d))
     text = (
-        f"the trainer's log-probs are {size:.2g} from the sampler's in the mean; the mean ratio is {ratio.mean():.3f} "
+        f"the trainer's log-probs are {size:.2g} from the sampler's on average; the mean ratio is {ratio.mean():.3f} "
         f"+- {error:.3f}; the trainer's log-prob of a label explains {explained:.0%} of the gap's variance"
     )
     confidence = sure(wrong or divergence > FAR)

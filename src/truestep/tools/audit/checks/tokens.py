@@ -9,7 +9,7 @@ import numpy as np
 from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.samples import Dump, Sample, span
 
-# if at most this share of samples has lists of other lengths, the tokens were probably encoded again from text
+# if at most this share of samples has lists of wrong lengths, the tokens were probably encoded again from text
 FEW = 0.5
 STOPS = 0.1  # a token that ends this share of finished samples is an end token, or the end of a stop string
 RUN = 8  # fewest consecutive labels without a log-prob that are reported
@@ -31,7 +31,7 @@ def lengths(dump: Dump) -> Iterator[Evidence]:
         for one in dump.samples[i].misfits
     )
     if again and len(bad) <= FEW * compared and float(np.median(apart)) < 0.25:
-        text += f"; so it is in {len(bad):,} of {compared:,} samples, as if the text had been encoded again"
+        text += f"; this is so in {len(bad):,} of {compared:,} samples, as if the text had been encoded again"
         yield Evidence(bad[0], text, len(bad), name="retokenised")
     else:
         yield Evidence(bad[0], text, len(bad))
@@ -79,7 +79,7 @@ def _rewritten(past: np.ndarray, prompt: np.ndarray) -> tuple[str, int, str] | N
                 if new and lost:
                     text = f"{lost} drawn tokens appear here as {new} other ones"
                     return "retokenised", at, text
-                text = f"{lost} tokens of the turns before are gone" if lost else f"{new} tokens were put in"
+                text = f"{lost} tokens of the turns before are gone" if lost else f"{new} tokens were inserted"
                 return "template-rewrites", at, text
     return "template-rewrites", at, f"the last {len(rest)} tokens of the turns before are not in this prompt"
 
@@ -99,7 +99,7 @@ def mask_borders(dump: Dump) -> Iterator[Evidence]:
             index = int(both[0])
             text = (
                 f"labels are tokens {first[index]} to {last[index]}, and log-probs were recorded for {begins[index]} "
-                f"to {ends[index]}; so it is in {count:,} of {len(both):,} samples"
+                f"to {ends[index]}; this is so in {count:,} of {len(both):,} samples"
             )
             yield Evidence(index, text, count, int(first[index]), name=names[kind])
             return
@@ -167,7 +167,7 @@ def not_drawn(dump: Dump) -> Iterator[Evidence]:
 
 
 def ends(dump: Dump) -> Iterator[Evidence]:
-    """Check the last tokens of samples: they should be labels, and most finished samples should have the same ones."""
+    """Check the last tokens of samples. They should be labels, and most finished samples should have the same ones."""
     _, last = dump.edges
     sizes = np.diff(dump.starts)
     usable = np.array([one.ids is not None and len(one.ids) > 0 and one.ids[0] >= 0 for one in dump.samples], np.bool_)

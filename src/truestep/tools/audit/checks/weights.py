@@ -41,8 +41,8 @@ def never_changed(dump: Dump) -> Iterator[Evidence]:
         least = AHEAD if name == "sampler" and not np.isfinite(versions).any() else 2
         if equal == pairs >= 4 and max(compared) - min(compared) >= least:
             text = (
-                f"{pairs:,} first tokens of prompts that come again have the same {name}'s log-prob to the last bit at "
-                f"steps {min(compared)} to {max(compared)}: the {name} has the same weights"
+                f"for {pairs:,} prompts of several steps ({min(compared)} to {max(compared)}), the {name}'s log-prob "
+                f"of the first token is the same to the last bit: the {name} has the same weights"
             )
             yield Evidence(index, text, pairs, int(first[index]))
             return

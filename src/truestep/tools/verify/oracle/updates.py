@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _ROUNDING = 1e-6  # error of a few float32 operations, relative to the absolute terms of the sum
-_LEAST = 2e-38  # the smallest float32 values of this size are subnormal and may be flushed to 0
+_LEAST = 2e-38  # float32 values below about this size are subnormal and may be flushed to 0
 _GROWTH = 3.4445  # largest factor by which a step of Muon's iteration amplifies an error
 _UNIT = 2.0**-24  # half the distance between 1 and the next float32 number
 _DECADES, _PARTS, _BLOCK = 5, 16, 256
@@ -39,7 +39,7 @@ class Moment(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The step that an update subtracts from a weight, without decay, and its allowed float32 error."""
+    """What an update subtracts from a weight, without decay, and the allowed float32 error."""
 
     step: Tensor
     slack: Tensor
@@ -114,7 +114,7 @@ class UpdateOracle:
         rate: float,
         variant: Variant = RIGHT,
     ) -> Change:
-        """Compute the step of update `number` at this rate from the run's own moments."""
+        """Compute what update `number` subtracts from the weight at this rate, from the run's own moments."""
         rule = self.rule(name, weight)
         if rule == "muon":
             return self._orthogonal_change(weight, gradient, after, rate)
@@ -177,8 +177,8 @@ def half_unit(values: Tensor) -> Tensor:
 def updated(weight: Tensor, rate: float, decay: float, change: Change) -> Interval:
     """Return the interval of float32 numbers that a weight may have after an update.
 
-    Decay may be rounded in several ways: together with the step or before it, and as a product with a rounded factor or
-    as a difference. At a small learning rate these give different numbers. A compiler may also fuse two operations.
+    Decay may be rounded in several ways: together with the change or before it, and as a product with a rounded factor
+    or as a difference. At a small learning rate these give different numbers. A compiler may also fuse two operations.
     """
     exact = weight * (1 - rate * decay)
     decayed = [exact]
@@ -244,8 +244,8 @@ def _turns(shape: torch.Size, number: int, factor: int) -> Tensor:
 
 
 def stored(values: Interval, turns: Tensor, count: int, *, keeps_small: bool) -> Interval:
-    """Return the interval of numbers after quantisation to 8 bits. `turns`: thresholds from 0 to 1 that decide each
-    number's rounding. `count`: number of levels. `keeps_small`: positive numbers are not rounded to 0."""
+    """Return the interval of numbers after quantisation to 8 bits. `turns`: each number's threshold for rounding up,
+    from 0 to 1. `count`: number of levels. `keeps_small`: positive numbers are not rounded to 0."""
     low, high = (bound.reshape(-1, bound.shape[-1]) for bound in values)
     turns = turns.reshape(low.shape)
     least, most = torch.empty_like(low), torch.empty_like(high)
