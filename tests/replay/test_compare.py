@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -168,6 +170,19 @@ def test_damaged_files_of_a_run_end_in_words(file: str, run: Callable[..., Path]
         except TruestepError as error:
             outcomes.add(str(error))
     assert len(outcomes) > 1 and all(outcomes)
+
+
+@pytest.mark.parametrize("file", ["ledger.jsonl", "metrics.jsonl", "weights.jsonl", "weight_names-*.json"])
+def test_values_of_other_types_end_in_words(file: str, run: Callable[..., Path], tmp_path: Path) -> None:
+    first = run("a")
+    shutil.copytree(first, tmp_path / "b")
+    (path,) = first.glob(file)
+    line = read_lines(path)[1] if path.suffix == ".jsonl" else None
+    for odd in (None, 5, 2.5, True, "x", [], [1], {}, {"a": 1}):
+        for changed in [odd] if line is None else [{**line, key: odd} for key in line]:
+            path.write_text(json.dumps(changed) + "\n")
+            with contextlib.suppress(TruestepError):
+                assert compare(first, tmp_path / "b").text
 
 
 def test_options_that_cannot_be_read_are_no_difference(run: Callable[..., Path]) -> None:

@@ -26,6 +26,7 @@ from small_runs import (
     write_lines,
     write_rollouts,
 )
+from stream.test_train import directory_config
 from truestep.config.load import load_config
 from truestep.config.schema import Config
 from truestep.files.tensors import tensor_places
@@ -244,6 +245,21 @@ def test_a_step_that_the_ledger_has_no_line_of_is_named(of_files: Callable[..., 
     ):
         replay(run, 4)
     exactly(replay(run, 5))
+
+
+def test_a_step_after_which_documents_were_put_aside(tiny_model: Model, tmp_path: Path) -> None:
+    """The ledger has another line of its number, which names no documents that were trained on."""
+    records = write_rollouts(tmp_path / "r.jsonl", 11)
+    sent = tmp_path / "sent"
+    sent.mkdir()
+    write_lines(sent / "a.jsonl", [*records[:-1], {**records[-1], "truncated": True}])
+    (sent / "END").touch()
+    config = directory_config(tiny_model("llama"), sent, tmp_path / "run", data={"truncated": "drop"}, **KEEP)
+    run = trained(config)
+    last = read_lines(run / "ledger.jsonl")[-1]
+    assert (last["step"], last["documents"]) == (2, []) and last["put_aside"]
+    exactly(replay(run, 2))
+    assert "2 steps, 1 to 2, are the same" in compare(run, run).text
 
 
 def test_weights_alone_show_that_a_step_is_the_same(of_files: Callable[..., Path]) -> None:

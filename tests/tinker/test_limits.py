@@ -122,6 +122,15 @@ def test_a_session_frees_what_is_there(house: House, monkeypatch: pytest.MonkeyP
     house.make()
 
 
+def test_nothing_is_counted_for_a_session_that_has_ended(house: House) -> None:
+    house.result(house.recorded("sampler", seq_id=1))
+    journal = house.tinker.state.journal
+    assert journal is not None and journal.grown(f"{house.session}:train:0") > 0
+    house.get(f"sessions/{house.session}/finish", "POST")
+    house.work()
+    assert not [model for counted in (journal._grown, journal._sizes) for model in counted if house.session in model]
+
+
 def test_snapshots_without_names_are_the_last_ones(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truestep.commands.tinker.jobs._MOST_HIDDEN", 3)
     run = house.tinker._jobs._checkpoints.place(

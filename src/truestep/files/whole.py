@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -277,9 +277,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def lines_by_step(path: Path) -> dict[int, dict[str, Any]]:
-    """Read all valid lines that have a step, by their step."""
-    return {line["step"]: line for line in read_json_lines(path) if type(line.get("step")) is int}
+def lines_by_step(
+    path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda line: True
+) -> dict[int, dict[str, Any]]:
+    """Read all valid lines that have a step and are `wanted`, by their step. Of several, the last one counts."""
+    return {line["step"]: line for line in read_json_lines(path) if type(line.get("step")) is int and wanted(line)}
 
 
 def read_exact_lines(path: Path) -> Iterator[dict[str, Any]]:

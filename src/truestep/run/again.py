@@ -131,7 +131,7 @@ class Past:
     @staticmethod
     def of(run: Path, step: int) -> "Past":
         directory = RunDirectory(run, writes=False)
-        ledger = {step: line for step, line in lines_by_step(directory.ledger).items() if line.get("documents")}
+        ledger = directory.read_steps()
         if not ledger:
             raise ReplayError(
                 f"{run} is not the directory of a run that made steps: it has no ledger.jsonl with a step. Name the "

@@ -24,6 +24,7 @@ from truestep.files.whole import (
     Line,
     append_json_line,
     cut_file,
+    lines_by_step,
     lines_from_the_end,
     sync_files,
     write_json,
@@ -283,6 +284,10 @@ class RunDirectory:
             line = {"step": step, "documents": [], "num_documents": 0, "num_labels": 0}
             self._append(self.ledger, line | {"documents_seen": documents_seen} | _named(put_aside))
 
+    def read_steps(self) -> dict[int, dict[str, Any]]:
+        """Read the ledger's lines of steps, by step. Damaged ones are left out."""
+        return lines_by_step(self.ledger, _names_documents)
+
     def not_in_ledger(self, put_aside: Sequence[PutAside]) -> list[PutAside]:
         """Select the documents that the ledger does not name. A restart reads the rollout files again, and puts
         documents aside that the ledger names already."""
@@ -396,3 +401,17 @@ def _describe_weights(directory: Path) -> dict[str, list[Any]]:
             digest.update(handle.read(_END))
         found[file.name] = [size, digest.hexdigest()]
     return found
+
+
+def _names_documents(line: dict[str, Any]) -> bool:
+    """Return whether a line of the ledger names a step's documents. Documents that were put aside after the last step
+    have a line with its number, and without documents."""
+    names = line.get("documents")
+    if not isinstance(names, list) or not names:
+        return False
+    digests = line.get("digests", names)
+    return (
+        isinstance(digests, list)
+        and len(digests) == len(names)
+        and all(isinstance(one, str) for one in (*names, *digests))
+    )

@@ -132,11 +132,11 @@ def _read_names(directory: RunDirectory, key: str) -> list[str]:
     try:
         names = json.loads(file.read_bytes())
     except ValueError:
-        names = []
-    if _key(names) != key:
+        names = None
+    if not isinstance(names, list) or _key(names) != key:
         log.warning("%s is damaged; digests and norms of weights are left out", file)
         return []
-    return list(names)
+    return names
 
 
 def _read(line: Mapping[str, Any], names: Sequence[str]) -> WeightLine:
@@ -144,6 +144,5 @@ def _read(line: Mapping[str, Any], names: Sequence[str]) -> WeightLine:
     digests = np.frombuffer(content, "<u8", count).tolist()
     norms = np.frombuffer(content, "<f4", 2 * count, 8 * count).tolist()
     values = (digests, norms[:count], norms[count:])
-    return WeightLine(
-        line["step"], Measured(*(dict(zip(names, some, strict=True)) for some in values)), line["made_by"]
-    )
+    measured = Measured(*(dict(zip(names, some, strict=True)) for some in values))
+    return WeightLine(line["step"], measured, dict(line["made_by"]))

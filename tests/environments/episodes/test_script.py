@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def late():
     print("late")
 threading.Thread(target=late).start()
 print("early")
+""",
+    "an executor that nobody shuts down": "import beside\nprint(beside.POOL.submit(lambda: 5).result())",
+    "what is done at its end": "import atexit\natexit.register(print, 'at its end')\nprint('before')",
+    "an output that it closed": "import sys\nprint('before')\nsys.stdout.close()",
+    "what it said before it was killed": """
+import os, signal, sys
+print("said", file=sys.stderr)
+os.kill(os.getpid(), signal.SIGKILL)
 """,
     "a process of its own": """
 import subprocess, sys
@@ -86,7 +95,8 @@ def ran(folder: Path, how: str, modules: list[str], *run: str) -> tuple[dict[str
 
 @pytest.mark.parametrize("what", PROGRAMS)
 def test_a_fork_does_what_a_new_interpreter_does(what: str, tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    beside = "from concurrent.futures import ThreadPoolExecutor\nNAME, POOL = 'beside', ThreadPoolExecutor()\n"
+    (tmp_path / "beside.py").write_text(beside)
     script = tmp_path / "agent.py"
     script.write_text(PROGRAMS[what])
     (forked, said), (new, right) = (
@@ -103,6 +113,31 @@ def test_a_module_is_run_as_one(tmp_path: Path) -> None:
     (package / "__main__.py").write_text("import sys\nprint(__package__, sys.argv[1:])")
     (forked, _), (new, _) = (ran(tmp_path, how, ["json"], "-m", "agent", "x") for how in ("fork", "new"))
     assert forked == new and "agent ['x']" in new["out"]
+
+
+@pytest.mark.parametrize("where", ["agent.py", "agent/__main__.py"])
+def test_it_knows_its_own_file(where: str, tmp_path: Path) -> None:
+    script = tmp_path / where
+    script.parent.mkdir(exist_ok=True)
+    script.write_text("import os, sys\nos.chdir('/')\nprint(__file__, sys.argv, sys.modules['__main__'].__file__)")
+    run = where.removesuffix("/__main__.py")
+    (forked, _), (new, _) = (ran(tmp_path, how, ["json"], run, "x") for how in ("fork", "new"))
+    assert forked == new and forked["code"] == 0
+
+
+def test_an_archive_is_run(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "agent.zip", "w") as archive:
+        archive.writestr("__main__.py", "import sys\nprint(sys.argv)")
+    assert ran(tmp_path, "fork", ["json"], "agent.zip", "x")[0]["out"] == "['agent.zip', 'x']\n"
+
+
+def test_directories_that_a_module_adds_stay(tmp_path: Path) -> None:
+    (tmp_path / "its").mkdir()
+    (tmp_path / "its" / "own.py").write_text("NAME = 'found'\n")
+    (tmp_path / "adds.py").write_text(f"import sys\nsys.path.insert(0, {str(tmp_path / 'its')!r})\n")
+    script = tmp_path / "agent.py"
+    script.write_text("import adds\nimport own\nprint(own.NAME)")
+    assert ran(tmp_path, "fork", ["adds"], str(script))[0]["out"] == "found\n"
 
 
 def test_what_is_preloaded_is_not_imported_again(tmp_path: Path) -> None:
@@ -130,3 +165,14 @@ def test_what_cannot_be_forked_is_refused(
     with pytest.raises(CustomError, match="sampler.environment.preload") as refused:
         preload(modules, run)
     assert problem in str(refused.value)
+
+
+def test_another_version_in_the_same_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("python", "python3.2"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    preload(["json"], [str(tmp_path / "python"), "agent.py"])
+    with pytest.raises(CustomError, match=r"begins with .*python3\.2"):
+        preload(["json"], [str(tmp_path / "python3.2"), "agent.py"])

@@ -109,6 +109,9 @@ class Journal:
         shutil.rmtree(self._directory / f"{_GONE}{session}", ignore_errors=True)
         if not (self._directory / session / _SESSION).exists():
             shutil.rmtree(self._directory / session, ignore_errors=True)
+        for counted in (self._grown, self._sizes):
+            for model in [model for model in list(counted) if model.startswith(f"{session}:")]:
+                counted.pop(model, None)
 
     # Models
 

@@ -3,6 +3,7 @@
 `Script` has what is used of `subprocess.Popen`. Imports no torch, because environments run in processes without torch.
 """
 
+import atexit
 import importlib
 import os
 import runpy
@@ -12,7 +13,10 @@ import signal
 import subprocess
 import sys
 import threading
+import types
+import zipfile
 from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from typing import BinaryIO, NoReturn
 
 from truestep.config.custom import CustomError
@@ -24,12 +28,9 @@ def preload(modules: Sequence[str], run: Sequence[str]) -> None:
     that cannot be imported."""
     name, *rest = run
     found = shutil.which(name)
-    here = os.path.dirname(sys.executable)
-    if (
-        found is None
-        or os.path.dirname(os.path.abspath(found)) != here
-        or not os.path.basename(found).startswith("python")
-    ):
+    here, own = os.path.split(sys.executable)
+    names = {own, "python", "python3", f"python3.{sys.version_info.minor}"}  # a directory may have other versions
+    if found is None or os.path.dirname(os.path.abspath(found)) != here or os.path.basename(found) not in names:
         raise CustomError(
             f"sampler.environment.preload is for programs of the run's own Python, {sys.executable}; "
             f"sampler.environment.run begins with {name}, which is {found or 'not found'}"
@@ -92,37 +93,58 @@ def _become(arguments: Sequence[str], given: Mapping[str, str], stdin: int, stdo
         os.dup2(stdout, 1)
         for descriptor in (stdin, stdout):
             os.close(descriptor)
-        for name, mode, descriptor in (("stdin", "r", 0), ("stdout", "w", 1), ("stderr", "w", 2)):
-            stream = open(descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        # Standard error is written line by line, so that it is complete when the program is killed.
+        for number, (name, mode, buffering) in enumerate((("stdin", "r", -1), ("stdout", "w", -1), ("stderr", "w", 1))):
+            stream = open(number, mode, buffering, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
         os.environ.update(given)
         code = _run(arguments)
+        # What the interpreter does at its end, and multiprocessing at the end of a fork.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit whatever happens: this process must not go on as its parent."""
+    try:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
+            if stream is not None and not stream.closed:
                 stream.flush()
+    finally:
         os._exit(code)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run a script or a module to its end, with its threads. Return the exit code."""
-    sys.path[0] = _first_of_path(arguments)
+    """Run a script or a module. Return the exit code."""
+    if (first := _first_of_path(arguments)) not in sys.path:
+        sys.path.insert(0, first)
     try:
         if arguments[0] == "-m":
             sys.argv = list(arguments[1:])
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(arguments)
-            runpy.run_path(arguments[0], run_name="__main__")
+            _run_file(arguments[0])
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    finally:
-        for thread in threading.enumerate():
-            if not thread.daemon and thread is not threading.current_thread():
-                thread.join()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
     return 0
+
+
+def _run_file(path: str) -> None:
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        runpy.run_path(path, run_name="__main__")
+        return
+    main = types.ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)  # which `runpy.run_path` leaves relative
+    sys.modules["__main__"] = main
+    SourceFileLoader("__main__", main.__file__).exec_module(main)

@@ -50,7 +50,7 @@ class RunFiles:
 
     @cached_property
     def ledger(self) -> dict[int, Mapping[str, Any]]:
-        return {step: line for step, line in lines_by_step(self.directory.ledger).items() if line.get("documents")}
+        return dict(self.directory.read_steps())
 
     @cached_property
     def metrics(self) -> Mapping[int, Mapping[str, Any]]:
