@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from truestep.commands.session import Session
+from truestep.commands.session.session import Session
 from truestep.commands.tinker import state as states
 from truestep.commands.tinker.answers import answer
 from truestep.commands.tinker.checkpoints import WEIGHTS, Adapted, Checkpoints, Saved

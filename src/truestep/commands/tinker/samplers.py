@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 
-from truestep.commands.session import Session
+from truestep.commands.session.session import Session
 
 _MOST = 8
 
