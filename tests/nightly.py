@@ -91,7 +91,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/tinker/test_client.py", "tests/tinker/test_kills.py"),
         (
             *("requirements-tinker.txt", "docs/tinker.md", "src/truestep/commands/tinker/*"),
-            *("src/truestep/commands/session.py", "src/truestep/tools/serve.py", "src/truestep/generate/endpoint/*"),
+            *("src/truestep/commands/session/*", "src/truestep/tools/serve.py", "src/truestep/generate/endpoint/*"),
         ),
     ),
     "peers": (

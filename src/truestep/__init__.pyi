@@ -13,8 +13,8 @@ from truestep.commands.looking import serve as serve
 from truestep.commands.looking import verify as verify
 from truestep.commands.running import TrainingResult as TrainingResult
 from truestep.commands.running import train as train
-from truestep.commands.samples import Sample as Sample
-from truestep.commands.session import Session as Session
+from truestep.commands.session.samples import Sample as Sample
+from truestep.commands.session.session import Session as Session
 from truestep.config.load import dump_config as dump_config
 from truestep.config.load import load_config as load_config
 from truestep.config.schema import Config as Config

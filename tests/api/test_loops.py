@@ -21,7 +21,7 @@ from ranks.cases import on_ranks
 from small_runs import file_config, write_rollouts
 from tiny import make_model
 from truestep import Rollout, Session
-from truestep.commands.session import SessionError
+from truestep.commands.session.errors import SessionError
 from truestep.config.schema import Config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "python"))

@@ -29,9 +29,10 @@ from ranks.cases import on_ranks
 from small_runs import file_config, read_lines, sampled_config, sort_prompts, word_model, write_lines, write_rollouts
 from tiny import expert_model, make_model
 from truestep import Callback, Rollout, Run, Session, TruestepError, dump_config
-from truestep.commands import session as session_module
-from truestep.commands.samples import SampleError
-from truestep.commands.session import SessionError
+from truestep.commands.session import losses
+from truestep.commands.session import session as session_module
+from truestep.commands.session.errors import SessionError
+from truestep.commands.session.samples import SampleError
 from truestep.config.schema import Config
 from truestep.run.train import train
 from truestep.step.compute.runner import StepRunner
@@ -337,13 +338,14 @@ def test_a_loss_of_one_call_has_what_it_needs(tmp_path: Path, monkeypatch: pytes
     config, records = options(tmp_path, loss=section)
     plain = config.changed({"loss": {"type": "cross_entropy"}})
     norms, loaded = [], []
-    honest = session_module.make_policy
+    honest = losses.make_policy
 
     def make_policy(*given: Any, **named: Any) -> Any:
         loaded.append(named.get("frozen", False))
         return honest(*given, **named)
 
-    monkeypatch.setattr(session_module, "make_policy", make_policy)
+    for module in (session_module, losses):
+        monkeypatch.setattr(module, "make_policy", make_policy)
     for own, given in ((config, None), (plain, section)):
         with Session(own) as session:
             session.forward_backward(records, {"type": "cross_entropy"})

@@ -17,7 +17,7 @@ from ranks.cases import on_ranks
 from small_runs import file_config, word_model, write_rollouts
 from tiny import make_model
 from truestep import Session
-from truestep.commands.session import SessionError
+from truestep.commands.session.errors import SessionError
 from truestep.config.schema import Config
 
 ADAPTERS: dict[str, dict[str, Any]] = {

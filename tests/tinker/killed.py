@@ -17,7 +17,7 @@ import torch
 from kill_driver import _kill_at_event, _kill_self
 from tinker.house import PROTOBUF, metrics_of, request_of
 from truestep.commands import cli
-from truestep.commands.session import Session
+from truestep.commands.session.session import Session
 from truestep.commands.tinker import jobs, journal, serving
 
 PASSING = (408, 409, 429, 503)  # with these the client sends a request again

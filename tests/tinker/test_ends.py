@@ -15,7 +15,7 @@ from tinker.house import House, config_of, served_in
 from tinker.killed import run_server_on_a_disk_that_stands_still
 from tinker.test_kills import begun, free_port, kill
 from truestep import dump_config
-from truestep.commands.session import Session
+from truestep.commands.session.session import Session
 from truestep.commands.tinker import writes
 
 

@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 from tinker.house import RECORDED, House, metrics_of, request_of, served_in, tenant_of
-from truestep.commands.tinker import state, wire
+from truestep.commands.tinker import accounts, state, wire
 
 ODD: list[Any] = [None, True, -1, 0, 2**40, 2**70, 1.5, 1e308, "", "x" * 300, "../../etc", [], [[]], {}, {"a": {}}]
 # What is kept for a tenant has bounds. With these, so many requests reach them all.
-SMALL_BOUNDS = {"_MOST_KEPT": 64, "_MOST_REMEMBERED": 256, "_MOST_SESSIONS": 16, "_MOST_MODELS": 4}
+SMALL_BOUNDS = {
+    accounts: {"_MOST_KEPT": 64, "_MOST_REMEMBERED": 256},
+    state: {"_MOST_SESSIONS": 16, "_MOST_MODELS": 4},
+}
 PROTOS = [name for name, given in RECORDED.items() if "proto" in given]
 JSONS = [name for name, given in RECORDED.items() if "json" in given]
 
@@ -150,8 +153,9 @@ def alive(house: House) -> float:
 
 @pytest.mark.parametrize("cases", [60, pytest.param(10_000, marks=pytest.mark.release)])
 def test_mutated_bodies(cases: int, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in SMALL_BOUNDS.items():
-        monkeypatch.setattr(state, name, most)
+    for module, bounds in SMALL_BOUNDS.items():
+        for name, most in bounds.items():
+            monkeypatch.setattr(module, name, most)
     before, victim = alive(house), house.of("tml-victim")
     victim.make()
     victim.result(victim.post("forward_backward", content=victim.message("cross_entropy", seq=1)).json())

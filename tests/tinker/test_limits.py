@@ -11,11 +11,12 @@ import pytest
 
 from tinker.house import House, request_of, tenant_of
 from tinker.test_state import submitted
-from truestep.commands.tinker import requests, serving, wire
+from truestep.commands.tinker import accounts, requests, serving, wire
 from truestep.commands.tinker import state as states
 from truestep.commands.tinker.checkpoints import Adapted, Checkpoints
 from truestep.commands.tinker.errors import ApiError, JobError
-from truestep.commands.tinker.state import Job, Model, Result, State
+from truestep.commands.tinker.objects import Job, Model, Result
+from truestep.commands.tinker.state import State
 
 
 def sparse(model: str, seq: int, columns: int, data: int = 1) -> bytes:
@@ -58,7 +59,7 @@ def test_a_job_that_ended_keeps_no_request(house: House) -> None:
 
 
 def test_bytes_of_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "_MOST_WAITING_BYTES", 100)
+    monkeypatch.setattr(accounts, "_MOST_WAITING_BYTES", 100)
     state = State()
     submitted(state, "a", "j")
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tinker.house import House, arrays_of, config_of, metrics_of, request_of, served_in, tenant_of
-from truestep.commands.session import Session
+from truestep.commands.session.session import Session
 from truestep.commands.tinker import jobs as jobs_module
 from truestep.commands.tinker import journal as journals
 from truestep.commands.tinker import state as states

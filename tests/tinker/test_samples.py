@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tinker.house import House, tenant_of
-from truestep.commands.tinker import jobs, wire
+from truestep.commands.tinker import answers, wire
 from truestep.commands.tinker.jobs import Jobs
 from truestep.generate.engine.service import EngineGenerator
 
@@ -69,14 +69,14 @@ def test_one_of_a_batch_fails_alone(where: str, house: House, monkeypatch: pytes
     expected = other.result(asked(other, [3, 4, 5]))
     calls: list[int] = []
     if where == "score":
-        whole = jobs.score
+        whole = answers.score
 
         def score(policy: Any, ids: Any, **options: Any) -> Any:
             if 9 in ids[:1]:
                 raise RuntimeError("a planted fault")
             return whole(policy, ids, **options)
 
-        monkeypatch.setattr(jobs, "score", score)
+        monkeypatch.setattr(answers, "score", score)
     else:
         draw = EngineGenerator.map
 
@@ -125,7 +125,7 @@ def test_a_job_ends_when_its_own_samples_are_there(house: House, monkeypatch: py
 
 
 def test_a_turn_draws_so_many_tokens(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.commands.tinker.state._MOST_DRAWN", 20)
+    monkeypatch.setattr("truestep.commands.tinker.turns._MOST_DRAWN", 20)
     for seq in range(5):
         asked(house, [3, 4], seq)  # 2 samples of 4 tokens
     state = house.tinker.state

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tinker.house import House, metrics_of, request_of, served_in, tenant_of
-from truestep.commands.session import Session
+from truestep.commands.session.session import Session
 from truestep.commands.tinker import jobs, journal
 from truestep.commands.tinker.checkpoints import Checkpoints
 from truestep.commands.tinker.usage import Quota

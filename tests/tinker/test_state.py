@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from truestep.commands.tinker import accounts
 from truestep.commands.tinker import state as states
 from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError
-from truestep.commands.tinker.state import ClientSession, Job, Model, Result, Sampler, State
+from truestep.commands.tinker.objects import ClientSession, Job, Model, Result, Sampler
+from truestep.commands.tinker.state import State
 from truestep.commands.tinker.usage import Quota
 
 
@@ -30,7 +32,7 @@ def test_tenants_take_turns_and_alike_jobs_go_together() -> None:
 
 
 def test_results_that_were_retrieved_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "_MOST_KEPT", 3)
+    monkeypatch.setattr(accounts, "_MOST_KEPT", 3)
     state = State()
     for number in range(6):
         job = submitted(state, "a", f"j{number}")
@@ -48,8 +50,8 @@ def test_results_that_were_retrieved_are_forgotten_first(monkeypatch: pytest.Mon
 
 
 def test_names_of_results_that_nobody_retrieved_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "_MOST_KEPT", 3)
-    monkeypatch.setattr(states, "_MOST_REMEMBERED", 5)
+    monkeypatch.setattr(accounts, "_MOST_KEPT", 3)
+    monkeypatch.setattr(accounts, "_MOST_REMEMBERED", 5)
     state = State()
     for number in range(60):
         submitted(state, "a", f"j{number}").end(Result(message=b"x"))
@@ -57,7 +59,7 @@ def test_names_of_results_that_nobody_retrieved_have_a_bound(monkeypatch: pytest
 
 
 def test_a_tenant_may_have_so_many_requests_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "_MOST_WAITING", 2)
+    monkeypatch.setattr(accounts, "MOST_WAITING", 2)
     state = State()
     first = submitted(state, "a", "j0")
     submitted(state, "a", "j1")
@@ -94,7 +96,7 @@ def test_the_request_that_others_wait_for_is_accepted() -> None:
 
 
 def test_bytes_that_wait_for_an_earlier_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "_MOST_WAITING_BYTES", 100)
+    monkeypatch.setattr(accounts, "_MOST_WAITING_BYTES", 100)
     state = State()
     send = of_model(state, Quota())
     send(2, 60)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tinker.house import House, metrics_of, request_of
-from truestep.commands.session import Session
+from truestep.commands.session.session import Session
 from truestep.commands.tinker import bodies, orders, wire
 from truestep.step.learner import Learner
 
@@ -154,7 +154,7 @@ def test_a_load_that_fails_leaves_a_snapshot_its_weights(house: House, monkeypat
     house.result(house.recorded("sampler", seq_id=4))
     expected = house.result(house.recorded("sample", seq_id=0))
     with monkeypatch.context() as fault:
-        fault.setattr("truestep.commands.session.make_optimizer", failing)
+        fault.setattr("truestep.commands.session.session.make_optimizer", failing)
         load = house.recorded("load", seq_id=5, model_id=f"{house.session}:train:0", path=path)
         assert house.result(load)["category"] == "server"
     assert house.result(house.recorded("sample", seq_id=1)) == expected
@@ -186,7 +186,7 @@ def test_an_update_that_fails_halfway(house: House, monkeypatch: pytest.MonkeyPa
     assert "load a checkpoint" in passed(house, 8)["error"]
     model = f"{house.session}:train:0"
     with monkeypatch.context() as fault:
-        fault.setattr("truestep.commands.session.make_optimizer", failing)
+        fault.setattr("truestep.commands.session.session.make_optimizer", failing)
         assert house.result(house.recorded("load", seq_id=9, model_id=model, path=path))["category"] == "server"
     assert house.result(house.recorded("sample", seq_id=2)) == expected
     assert "load a checkpoint" in house.result(house.recorded("sample", seq_id=2, **inflight))["error"]

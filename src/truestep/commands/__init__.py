@@ -1,8 +1,8 @@
 """The commands, for the shell and for Python. The package `truestep` exports the functions (docs/python.md).
 
-cli               the command line
-running           `train` and its result, in Python
-looking           the other commands in Python, such as `score`, `verify` and `export`
-session, samples  a training loop of your own in Python, and its completions
-tinker            the Tinker protocol
+cli      the command line
+running  `train` and its result, in Python
+looking  the other commands in Python, such as `score`, `verify` and `export`
+session  a training loop of your own in Python
+tinker   the Tinker protocol
 """

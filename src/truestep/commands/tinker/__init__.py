@@ -8,8 +8,14 @@ bodies       reads the bodies of requests
 orders       reads the requests that a model computes in their order
 journal      keeps sessions, models and requests on disk
 restart      goes on from the journal
-state        tenants' sessions, models, samplers and futures
+objects      jobs with their results, models, samplers and sessions
+work         what a job computes, by kind
+state        keeps the tenants' objects
+accounts     the requests of a tenant, and how much it may use
+turns        whose job is computed next
 jobs         computes jobs, one after another
+samplers     the weights of saved samplers
+answers      the answers to requests for samples
 app, rest    the routes: app for training and sampling, rest for listing and deleting
 tenants      tenants by their keys, with their quotas
 usage        counters, quotas of tokens, and metrics for Prometheus

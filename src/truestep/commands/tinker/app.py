@@ -17,17 +17,14 @@ from truestep.commands.tinker import rest, wire
 from truestep.commands.tinker.bodies import read_beginning, read_body, read_json
 from truestep.commands.tinker.checkpoints import Adapted, Checkpoints
 from truestep.commands.tinker.errors import ApiError, JobError, not_served
-from truestep.commands.tinker.jobs import (
-    Create,
-    Sample,
-    seed_of,
-)
+from truestep.commands.tinker.objects import Job, Model, Result, Sampler
 from truestep.commands.tinker.orders import JSON_PATHS, Orders, check_optimizer, check_own, metadata_of, whole_number
 from truestep.commands.tinker.requests import Model as Fits
 from truestep.commands.tinker.requests import asked
-from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
+from truestep.commands.tinker.state import State
 from truestep.commands.tinker.tenants import Tenants, older_name
 from truestep.commands.tinker.usage import exposition
+from truestep.commands.tinker.work import Create, Sample, seed_of
 from truestep.commands.tinker.writes import Stopped
 
 log = logging.getLogger(__name__)

@@ -5,28 +5,38 @@ it fails, changes nothing in other models.
 """
 
 import logging
-import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 
-from truestep.commands.session import Session
+from truestep.commands.session.session import Session
 from truestep.commands.tinker import state as states
+from truestep.commands.tinker.answers import answer
 from truestep.commands.tinker.checkpoints import WEIGHTS, Adapted, Checkpoints, Saved
 from truestep.commands.tinker.errors import ApiError, JobError, ServerError
-from truestep.commands.tinker.requests import Asked, Batch
-from truestep.commands.tinker.scoring import Scored, score
-from truestep.commands.tinker.state import ClientSession, Job, Model, Result, Sampler, State
-from truestep.commands.tinker.wire import Completed, Sampled, forward_backward_output, sample_response
+from truestep.commands.tinker.objects import ClientSession, Job, Model, Result, Sampler
+from truestep.commands.tinker.samplers import SamplerSessions
+from truestep.commands.tinker.state import State
+from truestep.commands.tinker.wire import forward_backward_output, sample_response
+from truestep.commands.tinker.work import (
+    GRADIENT,
+    UPDATE,
+    Create,
+    ForwardBackwardJob,
+    Load,
+    OptimStep,
+    Refused,
+    Sample,
+    Save,
+    Told,
+)
 from truestep.commands.tinker.writes import Order
 from truestep.config.schema import NOTHING_IS_DRAWN, Config
 from truestep.errors import TruestepError
@@ -44,89 +54,9 @@ log = logging.getLogger(__name__)
 
 # with these totals a loss is divided by 1, so it is the sum over its labels
 _SUM = StepTotals(num_documents=1, num_labels=1, num_tokens=1)
-_MOST_SAMPLERS = 8  # most sessions for samplers whose weights are not those of a live model
 _MOST_HIDDEN = 16  # most samplers without names that are kept for each model
-_NO_TOP = -99999.0  # the client's log-prob for an entry without a token
 _STATE_SECONDS = 60.0  # a model's state is written after so many seconds of computing for it
 _STATE_BYTES = 2**28  # it is also written after requests of so many bytes, or of the state's own size
-
-
-GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
-
-
-@dataclass(frozen=True)
-class Refused:
-    """An invalid request, which fails when its turn comes."""
-
-    model: Model
-    error: Exception
-    part: str | None = None  # its part in a training step
-
-
-@dataclass(frozen=True)
-class Create:
-    model: Model
-    checkpoint: str | None = None  # tinker path of a checkpoint to start from
-    optimizer: bool = False
-    kept: Path | None = None  # the model's last state, from which it goes on after a restart
-
-
-@dataclass(frozen=True)
-class Told:
-    """A request that was computed before a restart, and has changed no weights."""
-
-    model: Model
-
-
-@dataclass(frozen=True)
-class ForwardBackwardJob:
-    model: Model
-    batch: Batch
-
-    @property
-    def tokens(self) -> int:
-        return sum(document.num_tokens for document in self.batch.documents)
-
-    @property
-    def part(self) -> str | None:
-        return None if self.batch.request.forward_only else GRADIENT
-
-
-@dataclass(frozen=True)
-class OptimStep:
-    model: Model
-    seq: int
-    learning_rate: float
-    options: Mapping[str, float | None]
-    part: ClassVar[str] = UPDATE
-
-
-@dataclass(frozen=True)
-class Save:
-    model: Model
-    seq: int
-    kind: str
-    name: str
-    expires_in: float | None
-    user_metadata: dict[str, str] | None
-    overwrite: bool = False
-    sampler: str | None = None  # the id of the sampling session to create
-    inflight: bool = False
-
-
-@dataclass(frozen=True)
-class Load:
-    model: Model
-    seq: int
-    checkpoint: str
-    optimizer: bool
-
-
-@dataclass(frozen=True)
-class Sample:
-    sampler: Sampler
-    asked: Asked
-    seed: int
 
 
 class Jobs:
@@ -136,13 +66,11 @@ class Jobs:
         self._base = EngineGenerator(policy, EngineSettings(waves=config.deterministic))
         self._checkpoints, self._state = checkpoints, state
         self._sessions: dict[str, Session] = {}  # sessions of models, by model id
-        self._samplers: OrderedDict[str, Session] = OrderedDict()  # sessions of samplers, by tenant and checkpoint path
-        self._cached = threading.Lock()  # guards `_samplers`
+        self._samplers = SamplerSessions()
         self._open: set[str] = set()  # ids of models with a gradient, or with a part of one that failed
         self._linear: tuple[str, ...] | None = None
-        self._spent: defaultdict[str, float] = defaultdict(
-            float
-        )  # seconds of steps and loads since a model's last state, by model id
+        # seconds of steps and loads since a model's last state, by model id
+        self._spent: defaultdict[str, float] = defaultdict(float)
         self._sweeps = Order()
         self._sweep: Future[None] | None = None  # the last removal of expired checkpoints
 
@@ -253,7 +181,7 @@ class Jobs:
         try:
             found = self._checkpoints.hidden(tenant, run)
             for saved in found[: max(0, len(found) - keep)]:
-                self._drop_sampler(tenant, saved.path)
+                self._samplers.drop(tenant, saved.path)
                 self._checkpoints.discard(tenant, saved)
                 self._state.remove_samplers(tenant, saved.path)
         except Exception:  # log the error; the server continues
@@ -426,7 +354,7 @@ class Jobs:
 
         with self._state.writing_weights(model.tenant):  # so that the next save's quota check counts this one
             saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite, room=room)
-        self._drop_sampler(model.tenant, saved.path)
+        self._samplers.drop(model.tenant, saved.path)
         if work.sampler is None:
             return Result(
                 {"path": saved.path, "type": f"save_{work.kind}".replace("sampler_weights", "weights_for_sampler")}
@@ -498,7 +426,7 @@ class Jobs:
         job.drawn = sum(len(one.token_ids) for one in own)
         self._state.count(job.tenant, prompt_tokens=len(work.asked.prompt), sampled_tokens=job.drawn)
         try:
-            job.end(Result(message=sample_response(_answer(policy, work, own))))
+            job.end(Result(message=sample_response(answer(policy, work, own))))
         except Exception as error:
             self._fail(job, work, error)
 
@@ -510,21 +438,11 @@ class Jobs:
         if model is not None and (sampler.inflight or model.version == sampler.version) and model.id in self._sessions:
             return self._sessions[model.id]
         saved, directory = self._checkpoints.find(sampler.tenant, sampler.path)
-        key = f"{sampler.tenant} {saved.path}"
-        with self._cached:
-            found = self._samplers.get(key)
+        found = self._samplers.get(sampler.tenant, saved.path)
         if found is None:
             found = Session(self._config_of(Adapted(**saved.adapted)), weights=directory, base=self._policy)
-        with self._cached:
-            self._samplers[key] = found
-            self._samplers.move_to_end(key)
-            while len(self._samplers) > _MOST_SAMPLERS:
-                self._samplers.popitem(last=False)
+        self._samplers.keep(sampler.tenant, saved.path, found)
         return found
-
-    def _drop_sampler(self, tenant: str, path: str) -> None:
-        with self._cached:
-            self._samplers.pop(f"{tenant} {path}", None)
 
 
 def _told(error: Exception) -> Exception:
@@ -543,53 +461,3 @@ def _not_again(job: Job) -> str:
 
 def _attends(layer: str) -> bool:
     return "attn" in layer or "attention" in layer
-
-
-def seed_of(sampling_session: str, seq_id: int, given: int | None) -> int:
-    """Return the seed of a request: the given one, or one derived from its ids."""
-    if given is not None:
-        return given % 2**63
-    return int.from_bytes(sha256(f"{sampling_session} {seq_id}".encode()).digest()[:8], "big") >> 1
-
-
-def _answer(policy: Policy, work: Sample, drawn: Sequence[Completion]) -> Sampled:
-    asked = work.asked
-    scored = None
-    if asked.scores_prompt:
-        scored = score(
-            policy,
-            asked.prompt,
-            top=asked.top_prompt,
-            targets=asked.targets,
-            draws=asked.alternatives,
-            temperature=asked.draw.temperature,
-            seed=work.seed,
-        )
-    sequences = [Completed(one.token_ids, one.logprobs, one.stopped, _top_sampled(policy, asked, one)) for one in drawn]
-    return Sampled(sequences) if scored is None else _with_prompt(Sampled(sequences), asked, scored)
-
-
-def _top_sampled(policy: Policy, asked: Asked, drawn: Completion) -> tuple[np.ndarray, np.ndarray] | None:
-    if not asked.top_sampled or not drawn.token_ids:
-        return None
-    scored = score(policy, [*asked.prompt, *drawn.token_ids], top=asked.top_sampled)
-    assert scored.top is not None
-    ids, logprobs = scored.top
-    return ids[len(asked.prompt) - 1 :], logprobs[len(asked.prompt) - 1 :]
-
-
-def _with_prompt(sampled: Sampled, asked: Asked, scored: Scored) -> Sampled:
-    """Add the prompt's results. The first token has none. If only the last tokens are scored, earlier tokens have none
-    either."""
-    unscored = 1 if asked.last is None else max(1, len(asked.prompt) - asked.last)
-    logprobs = top = None
-    if asked.prompt_logprobs:
-        logprobs = np.concatenate([[np.nan], scored.logprobs])
-        logprobs[:unscored] = np.nan
-    if scored.top is not None:
-        ids, values = scored.top
-        ids = np.concatenate([np.zeros((1, ids.shape[1]), ids.dtype), ids])
-        values = np.concatenate([np.full((1, values.shape[1]), _NO_TOP), values])
-        ids[:unscored], values[:unscored] = 0, _NO_TOP
-        top = ids, values
-    return Sampled(sampled.sequences, logprobs, top, scored.targets, scored.drawn)

@@ -10,10 +10,10 @@ from truestep.commands.tinker import wire
 from truestep.commands.tinker.bodies import read_json
 from truestep.commands.tinker.checkpoints import SAMPLER, WEIGHTS, named, time_to_live
 from truestep.commands.tinker.errors import ApiError, JobError, ServerError, not_served
-from truestep.commands.tinker.jobs import GRADIENT, UPDATE, ForwardBackwardJob, Load, OptimStep, Refused, Save, Told
+from truestep.commands.tinker.objects import Job, Model, Outcome, Result
 from truestep.commands.tinker.requests import Model as Fits
 from truestep.commands.tinker.requests import batch_of
-from truestep.commands.tinker.state import Job, Model, Outcome, Result
+from truestep.commands.tinker.work import GRADIENT, UPDATE, ForwardBackwardJob, Load, OptimStep, Refused, Save, Told
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from starlette.routing import Route
 from truestep.commands.tinker.bodies import read_body, read_json
 from truestep.commands.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoints, Saved, stamp, time_to_live
 from truestep.commands.tinker.errors import ApiError, not_served, unknown
-from truestep.commands.tinker.state import Model, State
+from truestep.commands.tinker.objects import Model
+from truestep.commands.tinker.state import State
 
 T = TypeVar("T")
 Handler = Callable[[str, Request], Awaitable[Response]]

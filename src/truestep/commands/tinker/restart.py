@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from truestep.commands.tinker.checkpoints import Adapted
-from truestep.commands.tinker.jobs import Create
 from truestep.commands.tinker.journal import Journal
+from truestep.commands.tinker.objects import Job, Model, Outcome, Sampler
 from truestep.commands.tinker.orders import Orders, told_of
-from truestep.commands.tinker.state import Job, Model, Outcome, Sampler, State
+from truestep.commands.tinker.state import State
+from truestep.commands.tinker.work import Create
 
 log = logging.getLogger(__name__)
 

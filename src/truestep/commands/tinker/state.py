@@ -9,178 +9,32 @@ import logging
 import threading
 import time
 import uuid
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from truestep.commands.tinker.checkpoints import Adapted
+from truestep.commands.tinker.accounts import MOST_WAITING, Account
 from truestep.commands.tinker.errors import ApiError, JobError, unknown
 from truestep.commands.tinker.journal import Journal
+from truestep.commands.tinker.objects import ClientSession, Job, Model, Outcome, Result, Sampler
+from truestep.commands.tinker.turns import Turns
 from truestep.commands.tinker.usage import Budget, Counts, Quota
-from truestep.commands.tinker.writes import Order, Writes
+from truestep.commands.tinker.writes import Writes
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_WAITING = 4096  # most unfinished requests per tenant
-_MOST_WAITING_BYTES = 2**29  # most bytes of such requests
 MOST_GROWN = 2**32  # most bytes of a model's requests and results since its last state
-_MOST_DRAWN = 2**20  # most tokens that may be drawn by jobs computed together
 _MOST_MODELS = 256  # most models per tenant
-_MOST_KEPT = 8192  # most results kept per tenant
-_MOST_KEPT_BYTES = 2**29
-_MOST_REMEMBERED = 2**16  # most remembered ids of requests whose results were dropped
 _MOST_FINISHED = 1024  # most finished sessions that are remembered, per tenant
 _MOST_SESSIONS = 1024  # most open sessions per tenant
 _MOST_SAMPLERS = 4096  # most samplers of a session
 _MOST_CLONES = 2**16  # most clients that join a session
 _SILENT_SECONDS = 600.0  # a session without a request for so long has ended
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a job: JSON, or a protobuf message."""
-
-    json: Mapping[str, Any] | None = None
-    message: bytes = b""
-
-
-Outcome = Result | Exception
-
-
-@dataclass(eq=False)
-class Job:
-    """A request to compute, and its future."""
-
-    id: str
-    tenant: str
-    session: str
-    work: Any  # a work item for `jobs`; None once the job has ended
-    together: Hashable = None  # jobs with the same value may be computed together; None: alone
-    model: str | None = None
-    reads: str | None = None  # the path of a checkpoint that it may read
-    size: int = 0  # approximate bytes of the request
-    cost: int = 0  # most tokens that it may draw
-    tokens: int = 0  # tokens that it trains on, or reads as a prompt
-    drawn: int = 0  # tokens
-    charged: int = 0  # tokens that it may draw and that are taken from the budget
-    seq: int = 0  # its place among the requests of its model; 0: it has none
-    path: str = ""  # with `body`: the request as it is written to the journal
-    body: bytes = b""
-    told: Outcome | None = None  # how it ended before the server was started again
-    record: "Callable[[Job, Outcome], None] | None" = None  # writes how it ended, once
-    future: "Future[Result]" = field(default_factory=Future)
-    running: bool = False
-    retrieved: bool = False
-    carried: bool = False  # the journal has its result, although the client has retrieved it
-
-    def fail(self, error: Exception) -> None:
-        """End without a result, if the job has not ended already."""
-        self._end(error)
-
-    def end(self, result: Result) -> None:
-        """End with a result, if the job has not ended already."""
-        self._end(result)
-
-    def keep(self, outcome: Outcome) -> None:
-        """Write how the job ends to the journal, if it has one, before anyone is told."""
-        if self.record is not None and self.told is None and not self.future.done():
-            self.record(self, outcome)
-            self.record = None
-
-    def _end(self, outcome: Outcome) -> None:
-        self.keep(outcome)
-        outcome = outcome if self.told is None else self.told
-        with suppress(InvalidStateError):
-            if isinstance(outcome, Exception):
-                self.future.set_exception(outcome)
-            else:
-                self.future.set_result(outcome)
-        self.work = None
-
-
-@dataclass(eq=False)
-class Model:
-    id: str
-    tenant: str
-    session: str
-    base: str
-    adapted: Adapted
-    user_metadata: dict[str, str] | None = None
-    next_seq: int = 1
-    early: dict[int, Job] = field(default_factory=dict)  # jobs that arrived before their predecessors, by seq_id
-    last_request: float = field(default_factory=time.time)
-    version: int = 0  # the number of the request that changed its weights last, or may have
-    spoiled: bool = False  # a part of the current training step failed
-    lost: str = ""  # why its weights differ from what its client expects
-    held: bool = False  # True while its state is written: none of its jobs is computed
-    order: Order = field(default_factory=Order)
-
-
-@dataclass(frozen=True)
-class Sampler:
-    id: str
-    tenant: str
-    session: str
-    base: str
-    path: str | None = None  # path of the checkpoint; None: the base model
-    model: str | None = None  # the model whose weights are used, as long as they have this `version`
-    version: int = -1
-    inflight: bool = False  # use the model's current weights
-
-
-@dataclass(eq=False)
-class ClientSession:
-    id: str
-    tenant: str
-    created: float
-    seen: float
-    user_metadata: dict[str, Any] | None
-    display_name: str | None
-    finished: bool = False
-    models: list[str] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
-    clones: int = 0
-    order: Order = field(default_factory=Order)
-
-
-@dataclass(eq=False)
-class Own:
-    """The requests and results of a tenant."""
-
-    quota: Quota
-    budget: Budget
-    jobs: dict[str, Job] = field(default_factory=dict)
-    counts: Counts = field(default_factory=Counts)
-    waiting: int = 0
-    waiting_bytes: int = 0
-    done: deque[Job] = field(default_factory=deque)  # in the order in which they ended
-    kept: int = 0  # bytes of their results
-    forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    writing: int = 0  # bytes of requests that are being written
-    order: Order = field(default_factory=Order)
-    weights: threading.Lock = field(default_factory=threading.Lock)  # held while weights of a model are written
-
-    def ended(self, job: Job) -> None:
-        """Keep a job's result. If there are too many results, drop the oldest ones that were retrieved. If there are
-        far too many, also drop results that were not retrieved."""
-        self.waiting -= 1
-        self.waiting_bytes -= job.size
-        self.done.append(job)
-        self.kept += _size(job)
-        while len(self.done) > _MOST_KEPT or self.kept > _MOST_KEPT_BYTES:
-            if not self.done[0].retrieved and len(self.done) < 4 * _MOST_KEPT and self.kept < 4 * _MOST_KEPT_BYTES:
-                break
-            oldest = self.done.popleft()
-            self.kept -= _size(oldest)
-            if self.jobs.pop(oldest.id, None) is not None:
-                self.forgotten[oldest.id] = None
-        while len(self.forgotten) > _MOST_REMEMBERED:
-            self.forgotten.popitem(last=False)
 
 
 class State:
@@ -190,8 +44,8 @@ class State:
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
-        self._own: dict[str, Own] = {}  # requests and results by tenant
-        self._ready: OrderedDict[str, deque[Job]] = OrderedDict()  # waiting jobs by tenant; tenants take turns
+        self._own: dict[str, Account] = {}  # by tenant
+        self._turns = Turns(self.models)
         self.ended: deque[ClientSession] = deque()  # sessions whose memory must be freed
         self.wake: Callable[[], None] = lambda: None  # wakes the compute thread
         self.journal: Journal | None = None
@@ -222,10 +76,7 @@ class State:
         """Do work that writes a model's request of so many bytes."""
         with self.lock:
             own = self._of_tenant(model.tenant)
-            if own.writing and own.writing + size > _MOST_WAITING_BYTES:
-                own.counts.refused += 1
-                raise ApiError(f"{own.writing} bytes of your requests are being written", 429, 1.0)
-            own.writing += size
+            own.begin_writing(size)
 
         def ended(_: "Future[T]") -> None:
             with self.lock:
@@ -441,10 +292,10 @@ class State:
         with self.lock:
             return self._of_tenant(tenant).jobs.get(name)
 
-    def _of_tenant(self, tenant: str) -> Own:
+    def _of_tenant(self, tenant: str) -> Account:
         if tenant not in self._own:
             quota = self.quota(tenant)
-            self._own[tenant] = Own(quota, Budget(quota.tokens_per_minute, self._now))
+            self._own[tenant] = Account(quota, Budget(quota.tokens_per_minute, self._now))
         return self._own[tenant]
 
     def count(self, tenant: str, **used: int) -> None:
@@ -473,10 +324,11 @@ class State:
                 return own.jobs[job.id]
             self._check_open(job.session)
             if not again:
-                self._check_limits(own, job, model)
-            if model is not None and not model.next_seq <= job.seq < model.next_seq + _MOST_WAITING:
+                early = sum(len(one.early) for one in self.models.values() if one.tenant == job.tenant)
+                own.check_limits(job, model, early)
+            if model is not None and not model.next_seq <= job.seq < model.next_seq + MOST_WAITING:
                 raise ApiError(f"seq_id is {job.seq}, and the next request of this model is {model.next_seq}", 409)
-            self._count(own, job, 1, again)
+            own.count_waiting(job, 1, again)
         try:
             if model is not None and self.journal is not None:
                 if not again:
@@ -487,7 +339,7 @@ class State:
                 self._accept(own, job, model)
         except BaseException:
             with self.lock:
-                self._count(own, job, -1, again)
+                own.count_waiting(job, -1, again)
             raise
         return job
 
@@ -496,15 +348,7 @@ class State:
         if session is None or session.finished:
             raise ApiError("the session has finished", 410)
 
-    def _count(self, own: Own, job: Job, sign: int, again: bool) -> None:
-        """Count a request as waiting, and take its tokens from the budget; with `sign` -1 take both back."""
-        own.waiting += sign
-        own.waiting_bytes += sign * job.size
-        if not again:
-            job.charged = job.cost
-            own.budget.use(sign * (job.tokens + job.charged))
-
-    def _accept(self, own: Own, job: Job, model: Model | None) -> None:
+    def _accept(self, own: Account, job: Job, model: Model | None) -> None:
         job.body, ready = b"", [job]
         if model is not None:
             model.early[job.seq] = job
@@ -515,7 +359,7 @@ class State:
         own.jobs[job.id] = job
         own.counts.requests += 1
         job.future.add_done_callback(lambda _: self._ended(own, job))
-        self._ready.setdefault(job.tenant, deque()).extend(ready)
+        self._turns.add(job.tenant, ready)
         self.wake()
 
     def too_grown(self, model: Model, path: str) -> ApiError | None:
@@ -527,27 +371,6 @@ class State:
     def live_bytes(self, tenant: str) -> int:
         """Return the bytes of a tenant's models in the journal."""
         return 0 if self.journal is None else sum(self.journal.bytes(one.id) for one in self.all_sessions(tenant))
-
-    def _check_limits(self, own: Own, job: Job, model: Model | None) -> None:
-        """Raise if a tenant has too many requests, or has used its tokens. The client sends the request again.
-
-        Requests that arrived before their predecessors end when those have come. So they are not counted where that is
-        all that the tenant's others wait for, and the next request of a model is then accepted whatever there is."""
-        early = sum(len(one.early) for one in self.models.values() if one.tenant == job.tenant)
-        going = own.waiting - early
-        many = going >= (own.quota.requests or _MOST_WAITING) or own.waiting >= _MOST_WAITING
-        large = own.waiting_bytes + job.size > _MOST_WAITING_BYTES
-        if (many or large) and going:
-            own.counts.refused += 1
-            raise ApiError(f"{own.waiting} requests of yours are waiting, with {own.waiting_bytes} bytes", 429, 1.0)
-        if (many or large) and early and (model is None or job.seq != model.next_seq):
-            said = f"{early} requests of yours, with {own.waiting_bytes} bytes, wait for earlier ones of their models"
-            raise ApiError(f"{said}, and this one too, which is more than are kept: send less at once", 413)
-        wait = own.budget.wait() if job.tokens else 0.0
-        if wait:
-            own.counts.refused += 1
-            quota = f"your {own.quota.tokens_per_minute} tokens of this minute are used"
-            raise ApiError(f"{quota}: send the request again in {wait:.0f} s", 429, wait)
 
     def too_large(self, job: Job) -> str | None:
         """Say why a job is never accepted: it may use so many tokens that others would wait longer than clients do."""
@@ -591,11 +414,9 @@ class State:
         job.carried = job.retrieved
         return True
 
-    def _ended(self, own: Own, job: Job) -> None:
+    def _ended(self, own: Account, job: Job) -> None:
         with self.lock:
             own.ended(job)
-            own.budget.use(job.drawn - job.charged)
-            own.counts.failed += job.future.exception() is not None
 
     def retrieved(self, job: Job) -> None:
         job.retrieved = True
@@ -603,9 +424,7 @@ class State:
     def _drop(self, job: Job) -> None:
         with self.lock:
             self._of_tenant(job.tenant).jobs.pop(job.id, None)
-            ready = self._ready.get(job.tenant)
-            if ready is not None and job in ready:
-                ready.remove(job)
+            self._turns.remove(job)
 
     def cancel(self, job: Job) -> None:
         """Cancel a sampling request that has not started. Requests that change a model cannot be cancelled."""
@@ -616,62 +435,15 @@ class State:
     def queue_state(self, job: Job) -> tuple[str, str | None]:
         """Return the job's queue state, and the reason if it is waiting."""
         with self.lock:
-            before = sum(len(ready) for ready in self._ready.values())
+            before = len(self._turns)
             if job.running or before <= 1:
                 return "active", None
             return "paused_capacity", f"{before} requests are waiting on this server"
 
-    # Jobs
-
     def take(self, most: int = 256) -> list[Job]:
-        """Take the next job, from the tenant whose turn it is, and the jobs that may be computed together with it."""
+        """Take the jobs that are computed next, together."""
         with self.lock:
-            for tenant in list(self._ready):
-                ready = self._ready.pop(tenant)
-                job = None
-                waiting: set[str] = set()  # models of jobs that are passed over: their later jobs are, too
-                for first in list(ready):
-                    if first.future.done():
-                        ready.remove(first)
-                    elif self._is_held(first, waiting):
-                        waiting.update({first.model} if first.model else ())
-                    else:
-                        ready.remove(first)
-                        job = first
-                        break
-                if ready:
-                    self._ready[tenant] = ready  # at the end, after the other tenants
-                if job is not None:
-                    jobs = [job, *(self._alike(job, most - 1) if job.together is not None else [])]
-                    for one in jobs:
-                        one.running = True
-                    return jobs
-            return []
-
-    def _is_held(self, job: Job, waiting: Collection[str]) -> bool:
-        """Tell whether a job's model, or the one whose checkpoint it reads, is being written or has an earlier job that
-        waits."""
-        read = (job.reads or "").removeprefix("tinker://").partition("/")[0]
-        names = [name for name in (job.model, read) if name]
-        found = (self.models.get(name) for name in names)
-        return any(name in waiting for name in names) or any(model is not None and model.held for model in found)
-
-    def _alike(self, job: Job, most: int) -> list[Job]:
-        found: list[Job] = []
-        left = _MOST_DRAWN - job.cost
-        for ready in self._ready.values():
-            for other in list(ready):
-                if other.together != job.together or other.future.done():
-                    continue
-                if len(found) == most or other.cost > left:
-                    return found
-                left -= other.cost
-                found.append(other)
-                ready.remove(other)
-        return found
-
-
-def _size(job: Job) -> int:
-    if job.future.exception() is not None:
-        return 256
-    return len(job.future.result().message) + 256
+            jobs = self._turns.take(most)
+            for job in jobs:
+                job.running = True
+            return jobs

@@ -1,12 +1,10 @@
-"""Sessions, for training loops in Python: they sample, compute gradients and update, with the same parts as `train`."""
+"""A session: its calls sample, compute gradients, update the weights, save and load."""
 
-import json
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from numbers import Real
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,118 +13,47 @@ import numpy as np
 import torch
 
 from truestep.commands.running import configured
-from truestep.commands.samples import Prompt, Sample, ids_of, with_options
-from truestep.commands.twins import twin
-from truestep.config.schema import NOTHING_IS_DRAWN, Config
+from truestep.commands.session.documents import Documents, checked
+from truestep.commands.session.errors import SessionError
+from truestep.commands.session.gradient import Gradient
+from truestep.commands.session.losses import GIVEN_SLOPES, Closure, Loss, PartsOfLosses, needs_whole_step, with_slopes
+from truestep.commands.session.samples import Prompt, Sample, default_options, ids_of, with_options
+from truestep.commands.session.twins import twin
+from truestep.commands.session.updates import check_rate, set_options
+from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler
-from truestep.errors import TruestepError
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
-from truestep.generate.generator import Completion, DrawOptions, Generate, R, Request, T, completing, run_all
+from truestep.generate.generator import Completion, Generate, R, Request, T, completing, run_all
 from truestep.generate.groups import DRAWS
-from truestep.generate.read import reader, stop_ids
-from truestep.losses.label_losses import LabelLoss, LabelTerm
-from truestep.losses.labels import Labels
-from truestep.losses.objective import ONE_OF_EACH, Denominator, Objective
-from truestep.metrics.loads import Counts
-from truestep.metrics.types import Metric, Sum, merge, values
+from truestep.generate.read import reader
+from truestep.losses.label_losses import LabelLoss
+from truestep.losses.objective import ONE_OF_EACH
+from truestep.metrics.types import Sum
 from truestep.model.policy import Policy
 from truestep.process.randomness import seed_random
 from truestep.ranks.group import leave
 from truestep.ranks.watch import Watch
-from truestep.rollouts.files import check_records
-from truestep.rollouts.record import Needs
 from truestep.run.assemble.policy import join_ranks, make_policy
-from truestep.run.assemble.sources import checks_of, draw_options, engine_settings, replayed_by
+from truestep.run.assemble.sources import engine_settings
 from truestep.run.assemble.step import (
     check_custom_code,
-    make_annotators,
     make_learning_rate,
-    make_objective,
     make_optimizer,
     make_rule,
     make_runner,
-    needs_logprobs,
 )
 from truestep.run.checkpoint.saves import Saves
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
-from truestep.step.before.annotators import Annotators
 from truestep.step.compute.runner import Accumulated, StepRunner
 from truestep.step.learner import Learner
 from truestep.step.plan.plan import plan_exactly, totals_of
 from truestep.step.update.gradient_clipping import explain_useless
-from truestep.step.update.optimizer import optimizer_parts, restore_optimizer, set_adamw
-from truestep.step.update.optimizers.adamw import AdamWOptions
+from truestep.step.update.optimizer import optimizer_parts, restore_optimizer
 from truestep.tools.export import export
 from truestep.types import DocumentScore, Rollout, StepPlan, StepTotals
 from truestep.weights.finite import some
 from truestep.weights.tensor_parts import FOLDER, StoredTensors
-
-# A user's loss, from the log-probs of each document's labels and the documents to one number for autograd.
-Closure = Callable[[list[torch.Tensor], Sequence[Rollout]], torch.Tensor]
-Loss = Mapping[str, Any] | LabelLoss | Closure | None
-Documents = Sequence[Rollout | Mapping[str, Any]]
-
-_TERMS = ("loss", "policy_loss", "kl_reference", "kl_cov", "entropy_bonus", "z_loss")  # metrics with a denominator
-_COUNTS = ("num_sequences", "num_micro_batches", "computed_tokens", "recomputed_prefix_tokens")
-_LARGEST_RATE = 1e30  # the bound in the configuration
-
-
-class SessionError(TruestepError):
-    """Raised if a session's method is called at the wrong time, or with arguments that it cannot use."""
-
-
-@dataclass(frozen=True)
-class _Given(LabelLoss):
-    """A loss with known slopes, which are stored as the labels' advantages."""
-
-    def __call__(self, labels: Labels) -> LabelTerm:
-        return LabelTerm(labels.advantages * labels.logprobs, labels.advantages)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The parts that a loss needs. `config` says which fields records must have."""
-
-    config: Config
-    objective: Objective
-    annotators: Annotators
-
-
-@dataclass
-class _Gradient:
-    """The gradient of the current step, to which each call of `forward_backward` adds."""
-
-    kind: object  # the kind of denominator, which must be the same in all calls
-    counted: Objective | None  # its denominators count all calls; None: calls divided by their own
-    complete: str = ""  # if set, no further call may add to it, for this reason
-    totals: StepTotals = field(default_factory=lambda: StepTotals(0, 0, 0))
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    loads: Counts | None = None
-    reduced: bool = False  # True: it is summed over the ranks
-    norm: float | None = None  # before clipping
-
-    @property
-    def scale(self) -> float:
-        """The factor from the sum of the calls' gradients to the step's gradient."""
-        scale = 1.0 if self.counted is None else self.counted.step_scale(self.totals)
-        assert scale is not None
-        return scale
-
-    def line(self) -> dict[str, Any]:
-        """Return the metrics of all calls, and the step's counts."""
-        line: dict[str, Any] = values(self.metrics)
-        if self.counted is not None:
-            scale = self.counted.denominator.step_scale(self.totals)
-            line |= {name: line[name] * scale for name in _TERMS if name in line}
-        return line | {name: int(line[name]) for name in _COUNTS if name in line} | asdict(self.totals)
-
-    def add(self, totals: StepTotals, metrics: Mapping[str, Metric], loads: Counts | None) -> None:
-        counts = {name: count + getattr(totals, name) for name, count in asdict(self.totals).items()}
-        self.totals, self.metrics = StepTotals(**counts), merge(self.metrics, metrics)
-        if loads is not None:
-            before = self.loads or {}
-            self.loads = {layer: count + before[layer] if layer in before else count for layer, count in loads.items()}
 
 
 class Session:
@@ -166,8 +93,8 @@ class Session:
         self._ranks = join_ranks(self.config) if base is None else base.weights.ranks
         self._learning_rate = make_learning_rate(self.config)
         self._learner: Learner | None = None
-        self._gradient: _Gradient | None = None
-        self._parts: dict[str, _Parts] = {}  # of each loss that was used, by its section as JSON
+        self._gradient: Gradient | None = None
+        self._parts = PartsOfLosses(self.config, self._ranks)
         self.load(weights)
 
     def __enter__(self) -> "Session":
@@ -258,35 +185,14 @@ class Session:
         ]
 
     def _checked(self, records: Documents, needs: Config | None) -> list[Rollout]:
-        """Return records as documents. `needs`: the configuration whose loss says what they need; None: nothing."""
-        given = [record for record in records if isinstance(record, Rollout)]
-        if given and len(given) == len(records):
-            self._check_rollouts(given, needs)
-            return given
-        routes = replayed_by(self.config, self.policy)
-        checks = checks_of(needs or self.config, self.policy.vocabulary_size, lambda: self.tokenizer, routes)
-        checks = replace(checks, group_size=None)
-        if needs is None:
-            checks = replace(checks, needs=Needs(logprobs=False, advantages=False, advantage_rule="none"))
-        named = (
-            {"id": f"{self.documents_seen}.{number}", **record} if isinstance(record, Mapping) else record
-            for number, record in enumerate(records)
-        )
-        return list(check_records(named, checks))
-
-    def _check_rollouts(self, documents: Sequence[Rollout], needs: Config | None) -> None:
-        for document in documents if needs is not None and not needs.loss.supervised else ():
-            if document.num_labels and document.advantages is None and document.difference is None:
-                raise SessionError(f"document {document.id} has no advantage: make documents of records with rewards")
-            if document.num_labels and needs is not None and needs_logprobs(needs) and document.logprobs is None:
-                raise SessionError(f"document {document.id} has no log-probs of its sampler, which the loss needs")
+        return checked(records, self.config, self.policy, prefix=self.documents_seen, needs=needs)
 
     # Passes
 
     def forward(self, documents: Documents) -> list[DocumentScore]:
         """Compute the log-probs and entropies of the labels of each document."""
         made = self._checked(documents, None)
-        plan = self._plan([_with_slopes(document, np.zeros(document.num_labels, np.float32)) for document in made])
+        plan = self._plan([with_slopes(document, np.zeros(document.num_labels, np.float32)) for document in made])
         runner = self._linear_runner
         with self._doing("computing a forward pass"):
             scores = runner.accumulate(plan, backward=False).scores
@@ -311,11 +217,11 @@ class Session:
             if totals is not None:
                 raise SessionError("the number that a function returns is not divided by anything: leave out `totals`")
             return self._by_autograd(documents, loss)
-        parts = self._parts_of(loss)
+        parts = self._parts.of(loss, self._here.runner)
         made = self._checked(documents, parts.config)
         plan = self._plan(made)
         counts, kind, counted = totals_of(made), object(), None
-        complete = self._whole_step(parts.objective, made)
+        complete = needs_whole_step(parts.objective, made, has_router_terms=self._has_router_terms)
         if complete:
             if totals != counts or self._gradient is not None:
                 raise SessionError(
@@ -327,7 +233,7 @@ class Session:
             kind, counted = (parts.objective.denominator, parts.objective.gradient_divisor), parts.objective
         else:
             kind = totals
-        self._check_open(kind)
+        self._check_accepts(kind)
         runner = replace(self._here.runner, objective=parts.objective)
         if loss is not None:  # it may have a gradient even if an advantage is 0
             runner = replace(runner, skip_zero_advantage=False)
@@ -336,9 +242,9 @@ class Session:
             annotated = replace(parts.annotators.annotate(plan), totals=totals or ONE_OF_EACH)
             return runner.accumulate(annotated, first=self._gradient is None, last=False)
 
-        return self._add(compute, counts, _Gradient(kind, counted, complete))
+        return self._add(compute, counts, Gradient(kind, counted, complete))
 
-    def _add(self, compute: Callable[[], Accumulated], totals: StepTotals, begun: _Gradient) -> list[DocumentScore]:
+    def _add(self, compute: Callable[[], Accumulated], totals: StepTotals, begun: Gradient) -> list[DocumentScore]:
         """Run `compute`, which adds to the step's gradient, and sum its metrics. In the first call of a step, `begun`
         becomes the step's gradient. If `compute` fails, drop the gradient: it may have a part of this call."""
         with self._doing("computing a gradient"):
@@ -357,7 +263,7 @@ class Session:
                 "a loss that is a function of log-probs cannot have the terms of routers: set model.experts.balance to "
                 "none and model.experts.z_loss to 0, or name a loss by its type"
             )
-        self._check_open("a function")
+        self._check_accepts("a function")
         made = self._checked(documents, None)
         scores = self.forward(made)
         leaves = [torch.tensor(score.logprobs, requires_grad=True) for score in scores]
@@ -367,7 +273,7 @@ class Session:
             raise SessionError("the loss must give one number that is computed from the log-probs")
         value.backward()
         slopes = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
-        weighted = [_with_slopes(document, slope.numpy()) for document, slope in zip(made, slopes, strict=True)]
+        weighted = [with_slopes(document, slope.numpy()) for document, slope in zip(made, slopes, strict=True)]
         plan = replace(self._plan(weighted), totals=ONE_OF_EACH)
         runner = self._linear_runner
 
@@ -375,60 +281,20 @@ class Session:
             accumulated = runner.accumulate(plan, first=self._gradient is None, last=False)
             return replace(accumulated, metrics=accumulated.metrics | {"loss": Sum(float(value.detach()))})
 
-        return self._add(compute, totals_of(made), _Gradient("a function", None))
+        return self._add(compute, totals_of(made), Gradient("a function", None))
 
     @property
     def _linear_runner(self) -> StepRunner:
-        """The runner for log-probs, and for gradients with the documents' slopes (`_Given`) and no denominator."""
-        linear = Objective(_Given(), Denominator("constant", max_labels=1))
-        return replace(self._here.runner, objective=linear, metrics_level=None, skip_zero_advantage=False)
+        """The runner for log-probs, and for gradients with the documents' slopes and no denominator."""
+        return replace(self._here.runner, objective=GIVEN_SLOPES, metrics_level=None, skip_zero_advantage=False)
 
-    def _check_open(self, kind: object) -> None:
-        """Raise if the step accepts no further call, or none with this kind of denominator."""
-        if (open_ := self._gradient) is None:
-            return
-        if open_.norm is not None or open_.complete:
-            raise SessionError("the gradient of this step is complete: call step() or drop() before forward_backward")
-        if open_.kind != kind:
-            raise SessionError(
-                "all calls of a step need the same denominators: all without `totals` and with the same normalize_by, "
-                "or all with the same `totals`, or all with functions as the loss"
-            )
+    def _check_accepts(self, kind: object) -> None:
+        if self._gradient is not None:
+            self._gradient.check_accepts(kind)
 
     @property
     def _has_router_terms(self) -> bool:
         return self.policy.routing is not None and self.policy.routing.settings.has_terms
-
-    def _whole_step(self, objective: Objective, documents: Sequence[Rollout]) -> str:
-        """Return the option that needs all documents of a step in one call; empty if there is none."""
-        if self._has_router_terms:
-            return "model.experts: a term of routers"
-        if objective.clip_cov is not None or objective.kl_cov is not None:
-            return "the choice of labels of loss.clip_cov and loss.kl_cov"
-        return "data.advantages over the step" if any(one.difference is not None for one in documents) else ""
-
-    def _parts_of(self, loss: Mapping[str, Any] | LabelLoss | None) -> _Parts:
-        """Return the parts that a loss needs. They are made once for each section: one may be a reference model."""
-        if loss is not None and not isinstance(loss, (Mapping, LabelLoss)):
-            raise SessionError(f"loss is {loss!r}: give a section of a configuration, a LabelLoss or a function")
-        name = json.dumps(loss, default=repr, sort_keys=True) if isinstance(loss, Mapping) else ""
-        if name not in self._parts:
-            config, runner = self.config, self._here.runner
-            if isinstance(loss, Mapping):
-                config = config.changed({"loss": dict(loss), **NOTHING_IS_DRAWN})
-                runner = replace(runner, objective=make_objective(config))
-            annotators = make_annotators(
-                config, runner, lambda of: make_policy(config, self._ranks, of or config.model.path, frozen=True)
-            )
-            self._parts[name] = _Parts(config, runner.objective, annotators)
-        parts = self._parts[name]
-        if not name:
-            parts = replace(parts, objective=self._here.runner.objective)  # an entropy target changes it each step
-        return (
-            replace(parts, objective=replace(parts.objective, label_loss=loss))
-            if isinstance(loss, LabelLoss)
-            else parts
-        )
 
     def _plan(self, documents: Sequence[Rollout]) -> StepPlan:
         if not documents:
@@ -457,9 +323,9 @@ class Session:
         `options` are the configuration's for this step. `options`: beta1, beta2, epsilon, weight_decay of AdamW, and
         gradient_clip."""
         if learning_rate is not None:
-            _check_rate(learning_rate)
+            check_rate(learning_rate)
         norm, open_, learner = self.gradient_norm(), self._whole(), self._here
-        learner.gradient_clip = self._set(options)
+        learner.gradient_clip = set_options(learner.optimizer, self.config.optimizer, options)
         if not learner.usable(norm):
             self.drop()
             raise SessionError(f"{explain_useless(norm, learner.gradient_clip)}; nothing was updated")
@@ -476,26 +342,13 @@ class Session:
         self.documents_seen += open_.totals.num_documents
         return {"step": self.steps, **open_.line(), "grad_norm": norm, "learning_rate": rate}
 
-    def _set(self, options: Mapping[str, float | None]) -> float | None:
-        """Set the options of an update. Return the norm to which its gradient is clipped."""
-        own = self.config.optimizer.model_dump()
-        names = ("beta1", "beta2", "epsilon", "weight_decay")
-        if unknown := sorted(set(options) - {*names, "gradient_clip"}):
-            raise SessionError(f"step: {unknown[0]} is unknown: it may be {', '.join(names)} or gradient_clip")
-        if own["type"] == "adamw":
-            beta1, beta2, epsilon, decay = ({**own, **options}[name] for name in names)
-            set_adamw(self._here.optimizer, AdamWOptions((beta1, beta2), epsilon, decay))
-        elif set(options) - {"gradient_clip"}:
-            raise SessionError("step: the betas, epsilon and weight decay of an update are those of AdamW alone")
-        return options.get("gradient_clip", own["gradient_clip"])
-
     def drop(self) -> None:
         """Discard the gradient of the current step."""
         if self._learner is not None:
             self._learner.forget_gradient()
         self._gradient = None
 
-    def _whole(self) -> _Gradient:
+    def _whole(self) -> Gradient:
         if self._gradient is None:
             raise SessionError("there is no gradient: call forward_backward first")
         return self._gradient
@@ -510,7 +363,7 @@ class Session:
         parallel = self.config.parallel
         if parallel.pipeline > 1 or parallel.expert > 1:
             raise SessionError("sample: parallel.pipeline and parallel.expert divide layers, which sampling cannot use")
-        draw = with_options(self._draw_options(), options)
+        draw = with_options(default_options(self.config.sampler, self.policy), options)
         items = list(enumerate(ids_of(prompts, self.policy), self._sampled))
         drawn = self._drawn(
             [
@@ -543,14 +396,6 @@ class Session:
         with self._doing("sampling"):
             self._generator.weights(self.documents_seen)
             return self._generator.map(items, work)
-
-    def _draw_options(self) -> DrawOptions:
-        sampler = self.config.sampler
-        if isinstance(sampler, InProcessSampler):
-            return draw_options(sampler, self.policy)
-        if sampler is None:
-            return DrawOptions(1.0, 256, stop_ids(self.policy))
-        return DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(self.policy))
 
     # States
 
@@ -646,16 +491,3 @@ def _removed(folder: str, here: bool) -> Iterator[Path]:
 
 async def _completed(generate: Generate, request: Request) -> Completion:
     return await generate(request)
-
-
-def _check_rate(rate: float) -> None:
-    """Raise before an update that could only ruin the weights."""
-    if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= rate <= _LARGEST_RATE:
-        raise SessionError(f"the learning rate cannot be {rate!r}: give a number from 0 to {_LARGEST_RATE:g}")
-
-
-def _with_slopes(document: Rollout, slopes: np.ndarray) -> Rollout:
-    """Return the document with the slopes of its labels in place of its advantages."""
-    at_tokens = np.zeros(document.num_tokens, np.float32)
-    at_tokens[document.loss_mask] = slopes
-    return replace(document, advantages=at_tokens, difference=None)

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from truestep.config.sections import InProcessSampler, SamplerConfig
 from truestep.environments.prompts import tokenise
 from truestep.errors import TruestepError
 from truestep.generate.generator import Completion, DrawOptions
+from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
+from truestep.run.assemble.sources import draw_options
 from truestep.types import ROUTES
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
@@ -50,6 +53,15 @@ class Sample:
             **({} if self.routes is None else {ROUTES: self.routes[:tokens].tolist()}),
             **fields,
         }
+
+
+def default_options(sampler: SamplerConfig | None, policy: Policy) -> DrawOptions:
+    """Return the sampling options of a configuration."""
+    if isinstance(sampler, InProcessSampler):
+        return draw_options(sampler, policy)
+    if sampler is None:
+        return DrawOptions(1.0, 256, stop_ids(policy))
+    return DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(policy))
 
 
 def with_options(draw: DrawOptions, given: Mapping[str, Any]) -> DrawOptions:
