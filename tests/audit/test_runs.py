@@ -250,8 +250,10 @@ def test_runs_are_audited_one_by_one(run: Path, whole_records: Path, tmp_path: P
     with pytest.raises(UnreadableError, match="several runs are named: audit each by itself"):
         audit([run, whole_records])
     assert audit([run, run.parent / "run"]).samples == 64
-    for name in ("a", "b"):
-        shutil.copytree(run, tmp_path / "runs" / name)
+    shutil.copytree(run, tmp_path / "runs" / "a")
+    with pytest.raises(UnreadableError, match=r"runs holds the directory of a run: name .*/runs/a"):
+        audit([tmp_path / "runs"])
+    shutil.copytree(run, tmp_path / "runs" / "b")
     with pytest.raises(UnreadableError, match=r"runs holds the directories of 2 runs: name one, such as .*/runs/a"):
         audit([tmp_path / "runs"])
 

@@ -66,7 +66,8 @@ def _files_in(folder: Path) -> list[Path]:
         return files
     runs = sorted(file.parent for file in folder.rglob(LEDGER))
     if runs:
-        raise UnreadableError(f"{folder} holds the directories of {len(runs)} runs: name one, such as {runs[0]}")
+        held = f"the directories of {len(runs)} runs: name one, such as" if runs[1:] else "the directory of a run: name"
+        raise UnreadableError(f"{folder} holds {held} {runs[0]}")
     files = [file for file in folder.rglob("*") if _suffix(file) in READERS and file.is_file()]
     if not files:
         raise UnreadableError(f"{folder} holds no file that ends with {', '.join(READERS)}")
