@@ -196,16 +196,16 @@ def _unbound(maker: Any) -> Any:
     return maker
 
 
-def make_custom(option: str, name: str, options: Mapping[str, Any]) -> Any:
-    """Load the user's code `name`, given for `option`, and apply its checked options. Return an instance of a class,
-    the result of a function without required arguments, or any other function with its options bound."""
-    maker = load_custom(option, name)
-    made, section = _unbound(maker), f"{option.rpartition('.')[0]}.options"
+def make_custom_loss(name: str, options: Mapping[str, Any]) -> Any:
+    """Load the user's code `name`, given for `loss.function`, and apply its checked options. Return an instance of a
+    class, the result of a function without required arguments, or any other function with its options bound."""
+    maker = load_custom("loss.function", name)
+    made = _unbound(maker)
     if not inspect.isclass(made) and not inspect.isroutine(made):  # neither a class nor a function
         if options:
-            raise CustomError(f"{section}: {option} is an object that is made already, and takes no options")
+            raise CustomError("loss.options: loss.function is an object that is made already, and takes no options")
         return maker
-    checked = check_options(section, maker, options)
+    checked = check_options("loss.options", maker, options)
     takes = inspect.signature(maker).parameters.values()
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     if inspect.isclass(made) or not any(

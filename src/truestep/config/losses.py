@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, create_model, model_validator
 
-from truestep.config.custom import CustomError, make_custom
+from truestep.config.custom import CustomError, make_custom_loss
 from truestep.config.section import Count, NotNegative, Positive, Section, by_type
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -289,7 +289,7 @@ class CustomLoss(PolicyLoss):
     @cached_property
     def custom(self) -> Any:
         """Make the loss from its options. This imports the user's module."""
-        return make_custom("loss.function", self.function, self.options or {})
+        return make_custom_loss(self.function, self.options or {})
 
     @property
     def supervised(self) -> bool:  # type: ignore[override]

@@ -151,8 +151,8 @@ def _package(what: str) -> Any:
     return datasets
 
 
-def read_saved(path: Path, split: str | None = None) -> Iterator[tuple[int, Any]]:
-    yield from _rows(_load_saved(path, split), str(path))
+def read_saved(path: Path) -> Iterator[tuple[int, Any]]:
+    yield from _rows(_load_saved(path, None), str(path))
 
 
 def _load_saved(path: Path, split: str | None) -> Any:

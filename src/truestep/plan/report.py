@@ -31,7 +31,6 @@ from truestep.plan.search import ROOM, first_that_fits, settle
 from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
-_FLOAT32 = 4
 _RECORD_BYTES = 4.0  # bytes per token of a kept record: compression halves ids, and hardly affects log-probs
 
 

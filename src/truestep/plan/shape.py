@@ -43,7 +43,6 @@ class ModelShape:
     layer_costs: tuple[float, ...]
     embedding: str
     head: str  # the embedding's name if tied
-    norm_names: frozenset[str]
     frozen: frozenset[str] = frozenset()  # the names of weights that are not trained
     adapter: Adapter | None = None
     _parts: dict[tuple[int, int, int, int, int, bool], WeightGroup] = field(
@@ -146,7 +145,6 @@ def shape_of(model: Any, adapter: Adapter | None = None) -> ModelShape:
         layer_costs=tuple(active_weights(model, layer) for layer in layers),
         embedding=embedding,
         head=names[id(model.get_output_embeddings().weight)],
-        norm_names=frozenset(name for name, parameter in model.named_parameters() if parameter.dim() < 2),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         adapter=adapter,
     )

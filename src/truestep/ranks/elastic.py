@@ -48,7 +48,6 @@ class Agent:
     least: int  # agents of a generation
     most: int
     processes: int = 1  # worker processes of an agent
-    local_rank: int = 0
     last_start: bool = False  # True: one more failure of this agent would close the run for all agents
     restarts: int = MAX_RESTARTS  # restarts that the agent may make
     rendezvous: str = ""  # host:port where agents find one another; "" if unknown
@@ -160,9 +159,8 @@ def agent_of(number: int, least: int, most: int, rendezvous: str = "") -> Agent 
         int(os.environ.get(f"TORCHELASTIC_{name}", given))
         for name, given in (("RESTART_COUNT", "0"), ("MAX_RESTARTS", str(MAX_RESTARTS)))
     )
-    processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    addresses = _addresses_of(rendezvous)
-    return Agent(number, least, most, processes, local, count >= limit, limit, rendezvous, addresses)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Agent(number, least, most, processes, count >= limit, limit, rendezvous, _addresses_of(rendezvous))
 
 
 def unknown_launcher() -> bool:

@@ -20,8 +20,6 @@ paint-order:stroke;stroke:var(--card);stroke-width:3}
 .wrong{fill:var(--bad);font-weight:600}
 .grid{stroke:var(--grid);stroke-width:1}
 .bound{stroke:var(--text);stroke-width:1;stroke-dasharray:4 3}
-.line,.key{fill:none;stroke:var(--c);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
-.dashed{stroke-dasharray:6 5;stroke-linecap:butt}
 .dot,.box{fill:var(--c)}
 """.replace("FONT", FONT)
 
@@ -29,8 +27,8 @@ paint-order:stroke;stroke:var(--card);stroke-width:3}
 class Drawing:
     """Collects the parts of a drawing."""
 
-    def __init__(self, title: str, unit: str, height: float, width: float = WIDTH) -> None:
-        self.title, self.width, self.height = title, width, height
+    def __init__(self, title: str, unit: str) -> None:
+        self.title, self.height = title, 0.0  # who draws sets the height
         self._parts: list[str] = []
         self.text(MARGIN, 28, title, kind="title")
         self.text(MARGIN, 47, unit)
@@ -43,14 +41,9 @@ class Drawing:
     def line(self, x: float, y: float, to_x: float, to_y: float, kind: str = "grid") -> None:
         self._parts.append(f'<path class="{kind}" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"/>')
 
-    def path(self, places: Sequence[tuple[float, float]], colour: int, *, dashed: bool = False) -> None:
-        """Draw a line through points."""
-        way = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        self._parts.append(f'<path class="line colour-{colour % COLOURS}{" dashed" if dashed else ""}" d="M{way}"/>')
-
-    def dot(self, x: float, y: float, colour: int, title: str = "", size: float = 4.5) -> None:
+    def dot(self, x: float, y: float, colour: int, title: str = "") -> None:
         inside = f"<title>{escape(title)}</title>" if title else ""
-        place = f'cx="{x:.1f}" cy="{y:.1f}" r="{size}"'
+        place = f'cx="{x:.1f}" cy="{y:.1f}" r="4.5"'
         self._parts.append(f'<circle class="dot colour-{colour % COLOURS}" {place}>{inside}</circle>')
 
     def box(self, x: float, y: float, width: float, height: float, shade: float, title: str) -> None:
@@ -58,25 +51,18 @@ class Drawing:
         place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill-opacity="{shade:.2f}"'
         self._parts.append(f'<rect class="box colour-0" {place}><title>{escape(title)}</title></rect>')
 
-    def legend(
-        self, names: Sequence[tuple[str, int]], y: float, *, dots: bool = False, dashed: Sequence[int] = ()
-    ) -> int:
+    def legend(self, names: Sequence[tuple[str, int]], y: float) -> int:
         """Draw the names with their colours, the first row at `y`. Return the number of rows."""
         x, row = float(MARGIN), 0
-        longest = int((self.width - 2 * MARGIN - 28) / CHARACTER)
-        for number, (name, colour) in enumerate(names):
+        longest = int((WIDTH - 2 * MARGIN - 28) / CHARACTER)
+        for name, colour in names:
             shown = name if len(name) <= longest else name[: longest - 3] + "..."
-            key = 14 if dots else 28
-            needed = key + CHARACTER * len(shown) + 14
-            if x > MARGIN and x + needed > self.width:
+            needed = 14 + CHARACTER * len(shown) + 14
+            if x > MARGIN and x + needed > WIDTH:
                 x, row = float(MARGIN), row + 1
             base = y + LEGEND_LINE * row
-            if dots:
-                self.dot(x + 5, base - 4.5, colour)
-            else:
-                style = f"key colour-{colour % COLOURS}" + (" dashed" if number in dashed else "")
-                self.line(x, base - 4.5, x + 20, base - 4.5, style)
-            self.text(x + key, base, shown, kind="strong")
+            self.dot(x + 5, base - 4.5, colour)
+            self.text(x + 14, base, shown, kind="strong")
             x += needed
         return row + 1 if names else 0
 
@@ -84,8 +70,8 @@ class Drawing:
         """Return the drawing as SVG. It fills a narrow screen, and grows to at most 1.6 times its own width."""
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" width="100%" '
-                f'preserveAspectRatio="xMidYMin meet" style="max-width:{1.6 * self.width:.0f}px" '
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.height:g}" width="100%" '
+                f'preserveAspectRatio="xMidYMin meet" style="max-width:{1.6 * WIDTH:.0f}px" '
                 f'role="img" aria-label="{escape(self.title, quote=True)}">',
                 f"<style>{palette_css('svg')}{CSS}</style>",
                 '<rect class="card" width="100%" height="100%"/>',

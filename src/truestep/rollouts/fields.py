@@ -101,9 +101,9 @@ def record_names(declared: Iterable[Field] = ()) -> tuple[str, ...]:
     return tuple(field.in_record for field in (*TABLE, *declared) if field.source == "record")
 
 
-def of_labels(declared: Iterable[Field] = ()) -> list[Field]:
+def of_labels() -> list[Field]:
     """Return the fields of labels, including those that the trainer computes."""
-    return [field for field in (*TABLE, *declared) if field.level == "label"]
+    return [field for field in TABLE if field.level == "label"]
 
 
 def packed(declared: Iterable[Field] = ()) -> list[Field]:
@@ -115,9 +115,9 @@ def packed(declared: Iterable[Field] = ()) -> list[Field]:
     ]
 
 
-def names_in_has(declared: Iterable[Field] = ()) -> list[str]:
+def names_in_has() -> list[str]:
     """Return the names of the fields in `PackedLabels.has`."""
-    return [field.name for field in packed(declared) if field.has]
+    return [field.name for field in packed() if field.has]
 
 
 # ---- fields declared by the user

@@ -5,7 +5,7 @@ Sharding is not included: all ranks of a shard group have the same slice, and FS
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,10 +46,6 @@ class WeightSlice:
             return ranks.shards, ranks.shard
         layout = ranks.layout
         return layout.count(DERIVED[derived]) // layout.every[derived], layout.derived_place(ranks.rank, derived)[0]
-
-    def with_width(self, width: int | None) -> "WeightSlice":
-        """Return the description of a tensor with the same cuts and another last dimension (None: the same one)."""
-        return self if width is None else replace(self, shape=torch.Size((*self.shape[:-1], width)))
 
     def slice(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         for axis, dimension in self.cut.items():

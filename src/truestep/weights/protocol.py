@@ -141,14 +141,12 @@ class Weights(Protocol):
         self,
         parts: Mapping[str, torch.Tensor | None],
         dtype: torch.dtype = torch.float32,
-        widths: Mapping[str, int] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Join tensors in the weights' shapes on the host of the first rank; other ranks get nothing. Every rank calls
-        this with its parts, in the same order; None for weights of other stages. Parts may be on the host. `widths`:
-        the last dimension of tensors whose width differs from the weight's."""
+        this with its parts, in the same order; None for weights of other stages. Parts may be on the host."""
         found = {}
-        for names in in_buckets(parts, lambda name: self._piece(name, widths).shape.numel()):
-            joined = self.on_device_of_first({name: parts[name] for name in names}, dtype, widths)
+        for names in in_buckets(parts, lambda name: self.pieces[name].shape.numel()):
+            joined = self.on_device_of_first({name: parts[name] for name in names}, dtype)
             for name, tensor in joined.items():
                 # To the host: a whole model may not fit on one GPU.
                 found[name] = tensor if self.ranks.size == 1 else tensor.cpu()
@@ -159,7 +157,6 @@ class Weights(Protocol):
         self,
         parts: Mapping[str, torch.Tensor | None],
         dtype: torch.dtype,
-        widths: Mapping[str, int] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Join tensors as `on_first` does, in one message, on the first rank's device. Tensors of other stages are sent
         through the host, and stay in host memory."""
@@ -169,7 +166,7 @@ class Weights(Protocol):
         own = {name: part.detach() for name in sent if (part := parts[name]) is not None}
         here = self.unshard_on_first(own, dtype)
         for name in parts:
-            piece = self._piece(name, widths)
+            piece = self.pieces[name]
             joined = piece.join(here[name], self.ranks).to(dtype) if name in here else None
             like = torch.empty(piece.shape, dtype=dtype, device="meta")
             received = self.ranks.to_first(joined, like, piece.stages[0])
@@ -177,9 +174,6 @@ class Weights(Protocol):
                 found[name] = received
             progress.made("tensors gathered")
         return found
-
-    def _piece(self, name: str, widths: Mapping[str, int] | None) -> WeightSlice:
-        return self.pieces[name].with_width((widths or {}).get(name))
 
     def collect(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Join every weight on the first rank."""

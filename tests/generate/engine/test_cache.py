@@ -35,7 +35,8 @@ def test_layers_lie_side_by_side_in_one_allocation(dtype: torch.dtype) -> None:
     assert all((begin - found[0][0]) % 256 == 0 for begin, _ in found)
     assert len({one.untyped_storage().data_ptr() for one in (*cache.keys, *cache.values)}) == 1
     assert cache.page_size == 5 and cache.spare == 3
-    assert cache.num_bytes == sum(layer.numbers for layer in LAYERS) * 4 * 5 * dtype.itemsize
+    held = sum(one.nbytes for one in (*cache.keys, *cache.values))
+    assert held == sum(layer.numbers for layer in LAYERS) * 4 * 5 * dtype.itemsize
     assert cache.addresses().tolist() == [
         [k.data_ptr(), v.data_ptr()] for k, v in zip(cache.keys, cache.values, strict=True)
     ]

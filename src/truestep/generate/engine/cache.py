@@ -85,10 +85,6 @@ class PagedCache:
         """The extra page, which no completion uses."""
         return self.keys[0].shape[0] - 1
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values, *self.states))
-
     def locate(self, places: torch.Tensor | None = None, state_places: torch.Tensor | None = None) -> None:
         """Store the cache's addresses on the device, for kernels: in these tensors, or in new ones if they are None. A
         CUDA graph is used with several caches, one after another, so its kernels read the addresses from memory."""

@@ -1,6 +1,5 @@
 """The engine's settings for a CPU or a GPU: sizes, copies, and the functions for attention and draws."""
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +12,6 @@ from truestep.generate.engine.attend import attend_rows
 from truestep.generate.engine.cache import gather, store
 from truestep.generate.engine.draw import Drawn, draw
 from truestep.generate.engine.recur import in_torch
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

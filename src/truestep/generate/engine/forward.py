@@ -4,7 +4,6 @@ The engine serves a model only if its hidden states agree with those of training
 policy's own weights.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,8 +30,6 @@ from truestep.model.mixers.recurrence import LayerState
 from truestep.model.policy import Policy
 from truestep.rollouts.packing import pack_tokens
 from truestep.weights.layers import layers_of
-
-log = logging.getLogger(__name__)
 
 _PROBE_TOKENS, _PROBE_CHUNKS = 13, (5, 9)  # ends of the prompt chunks; the rest is decoded
 _MANY = 64, 8  # prompts, and tokens of each

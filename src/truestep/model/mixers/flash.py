@@ -62,19 +62,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segments: torch.Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    paths: list[torch.Tensor],
-    longest_path: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     output = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return output, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
@@ -106,19 +94,7 @@ def _gradients(
 
 @_gradients.register_fake
 def _(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    segments: torch.Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    paths: list[torch.Tensor],
-    longest_path: int,
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))  # type: ignore[return-value]
 

@@ -12,11 +12,6 @@ from truestep.text import printable
 FOLDER = "rollouts"
 _NAME = re.compile(r"steps-(\d{8,})-(\d{8,})\.parquet")
 
-TEXTS = ("id", "group_id", "prompt", "completion", "rejected")
-NUMBERS = ("reward", "advantage", "log_ratio", "largest_log_ratio", "entropy")
-COUNTS = ("step", "length", "tokens", "model_version", "staleness")
-TOKENS = ("token_logprobs", "token_log_ratios", "token_advantages")
-
 
 def columns() -> Any:
     """Return the pyarrow schema of a file."""

@@ -41,7 +41,6 @@ class Asked:
 
 @dataclass(frozen=True)
 class Task:
-    about: str
     words: tuple[str, ...]  # of the tiny model
     files: Callable[[Asked], Mapping[str, Iterable[Record]]]  # the records of each file
     tiny: Sizes
@@ -176,23 +175,20 @@ _ARITHMETIC = ("+", "=", *DIGITS)
 _AGENT_WORDS = ("what", "is", "in", "box", "nothing", "error:", *DIGITS, *map(call_of, range(3)))
 
 TASKS = {
-    "reward": Task("a reward of your own: sums of two numbers", _ARITHMETIC, _sums, _TINY, _REAL),
+    "reward": Task(_ARITHMETIC, _sums, _TINY, _REAL),
     "math": Task(
-        "problems with a number as answer, judged on an easy and a hard set",
         ("*", *_ARITHMETIC),
         _problems,
         _TINY,
         Sizes(docs_per_step=128, steps=100, max_new_tokens=256, learning_rate="2.0e-6"),
     ),
     "json": Task(
-        "text to JSON, by a reward in parts",
         _JSON_WORDS,
         _people,
         Sizes(docs_per_step=128, steps=60, max_new_tokens=8, learning_rate="2.0e-3"),
         Sizes(docs_per_step=128, steps=60, max_new_tokens=64, learning_rate="5.0e-6"),
     ),
     "tool-agent": Task(
-        "an environment with a tool, over several turns",
         _AGENT_WORDS,
         _boxes,
         Sizes(docs_per_step=128, steps=60, max_new_tokens=3, learning_rate="2.0e-3", stop='["</tool_call>"]'),
@@ -200,7 +196,6 @@ TASKS = {
         converses=True,
     ),
     "sft": Task(
-        "supervised fine-tuning on chats",
         _ARITHMETIC,
         _chats,
         _SUPERVISED,
@@ -208,7 +203,6 @@ TASKS = {
         converses=True,
     ),
     "dpo-like": Task(
-        "preference pairs, by a loss and a loop of your own",
         _ARITHMETIC,
         _preferences,
         Sizes(docs_per_step=32, steps=60, max_new_tokens=8, learning_rate="1.0e-3"),

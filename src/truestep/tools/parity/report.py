@@ -60,7 +60,7 @@ def figure(result: Parity) -> str:
     np.add.at(counts, (row, column), 1)
     share = counts / counts.max(axis=0, keepdims=True).clip(min=1)
     drawing = Drawing(
-        "Trainer against sampler", "log \u03c0(trainer) \u2212 log \u03c0(sampler) of each label, in nats", 0
+        "Trainer against sampler", "log \u03c0(trainer) \u2212 log \u03c0(sampler) of each label, in nats"
     )
     drawing.text(MARGIN, 66, f"mean size {result.base.gap:.1e}; {len(left):,} labels of {result.documents:,} documents")
     width = (WIDTH - _LEFT - MARGIN) / columns

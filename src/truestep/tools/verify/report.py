@@ -83,8 +83,8 @@ def as_json(results: Sequence[LayoutResult]) -> dict[str, Any]:
 
 def figure(results: Sequence[LayoutResult]) -> str:
     """Draw a row for each layout, with a dot for the worst difference of each kind, on a logarithmic axis."""
-    drawing = Drawing("Worst differences from the reference", "relative, by layout; a logarithmic axis", 0)
-    top = 70 + LEGEND_LINE * drawing.legend([(kind, number) for number, kind in enumerate(_KINDS)], 70, dots=True) + 8
+    drawing = Drawing("Worst differences from the reference", "relative, by layout; a logarithmic axis")
+    top = 70 + LEGEND_LINE * drawing.legend([(kind, number) for number, kind in enumerate(_KINDS)], 70) + 8
     # Layouts in half precision have an additional line of text.
     space = _ROW + 16 * any("half precision" in result.worst for result in results)
     bottom = top + space * len(results)

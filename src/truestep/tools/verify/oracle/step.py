@@ -24,7 +24,6 @@ from truestep.tools.verify.oracle.values import Model, label_values
 @dataclass
 class OracleResult:
     loss: float
-    loss_scale: float
     metrics: dict[str, Metric]
     documents: list[dict[str, Any]]
     gradients: dict[str, Tensor]
@@ -75,7 +74,7 @@ def oracle_step(
         gradients = {name: gradient / divisor for name, gradient in gradients.items()}
     grad_norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients.values()))
 
-    loss, loss_scale = value_and_scale(terms)
+    loss, _ = value_and_scale(terms)
     metrics = step_metrics(documents, values, terms, loss_config, documents_seen_before_step)
     metrics |= load_metrics(routes, documents, experts)
     metrics["grad_norm"] = (grad_norm, grad_norm)
@@ -91,7 +90,7 @@ def oracle_step(
                 "advantages": document.unpenalised or document.advantages,
             }
         )
-    return OracleResult(loss, loss_scale, metrics, outputs, gradients, grad_norm, routes)
+    return OracleResult(loss, metrics, outputs, gradients, grad_norm, routes)
 
 
 def penalise_advantages(documents: list[Document], weight: float) -> None:
