@@ -32,8 +32,8 @@ NAME = "Qwen/Qwen3-8B"  # whose chat format the cookbook knows
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 
-def make_folder(folder: Path) -> Path:
-    """A folder that lacks only the model of `NAME`."""
+def make_folder(folder: Path, examples: bool = False) -> Path:
+    """A folder that lacks only the model of `NAME`. `examples`: questions of gsm8k begin with solved ones."""
     said = [
         {
             "prompt": f"say {n}",
@@ -44,7 +44,8 @@ def make_folder(folder: Path) -> Path:
     write_rows(folder / "HuggingFaceH4/no_robots", {"train": said, "test": said[:8]})
     answers = [1 + number % 2 for number in range(256)]
     sums = [{"question": f"What is {n - 1} + 1?", "answer": f"It is {n}.\n#### {n}"} for n in answers]
-    write_rows(folder / "openai/gsm8k", {"train": sums, "test": sums[:8]}, config="main")
+    asked = sums_behind_examples(256) if examples else sums
+    write_rows(folder / "openai/gsm8k", {"train": asked, "test": asked[:8]}, config="main")
     pairs = [
         {
             "chosen": f"\n\nHuman: say {n % 7}\n\nAssistant: {n % 7}",
@@ -63,6 +64,20 @@ def make_folder(folder: Path) -> Path:
     }
     (folder / "serve.yaml").write_text(json.dumps(sections))  # JSON is YAML
     return folder
+
+
+def sums_behind_examples(count: int) -> list[dict[str, str]]:
+    """The four sums of 1 and 2 in turn, each behind four that are solved in the form which is rewarded: SmolLM2 writes
+    that form now and then where it sees it."""
+    draw = random.Random(0)
+    rows = []
+    for number in range(count):
+        pairs = [(draw.randint(1, 2), draw.randint(1, 2)) for _ in range(4)]
+        solved = [f"{a} + {b} = \\boxed{{{a + b}}}" for a, b in pairs]
+        a, b = 1 + number % 2, 1 + number // 2 % 2
+        question = "\n".join([*solved, f"{a} + {b} ="])
+        rows.append({"question": question, "answer": f"It is {a + b}.\n#### {a + b}"})
+    return rows
 
 
 # What a model of answers says, whatever it is asked: a third each.

@@ -44,7 +44,7 @@ def score(
     generator = torch.Generator(policy.device).manual_seed(seed % 2**63)
     found: list[list[torch.Tensor]] = []
     for first, z in _logits(policy, ids):
-        logprobs = z.log_softmax(-1)
+        logprobs = z - z.logsumexp(-1, keepdim=True)  # nearer to float64 than log_softmax is on a CPU
         behind = torch.tensor(ids[first + 1 : first + 1 + len(z)], device=z.device)
         parts = [logprobs.gather(1, behind[:, None])[:, 0]]
         if top:
