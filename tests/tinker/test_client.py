@@ -296,12 +296,12 @@ def first_passes(folder: Path) -> Iterator[Path]:
                 link.unlink()
 
 
-def check_first_pass(folder: Path, links: Path) -> None:
+def check_first_pass(folder: Path, links: Path, float32_angles: bool = False) -> None:
     """The log-probs and the loss of a recipe's first pass are those of the base model in float64 to 1e-5, since the
     first adapter adds nothing. A single log-prob of SmolLM2 may be off by twice what transformers' own in float32 are:
     float32 logits of 40 have no more places."""
     directory, passes = (folder / NAME).resolve(), list(read_first_passes(links))
-    exact, loader, single = Exact(directory), cast(Any, AutoModelForCausalLM), None
+    exact, loader, single = Exact(directory, float32_angles), cast(Any, AutoModelForCausalLM), None
     if (folder / NAME).is_symlink():  # SmolLM2
         single = loader.from_pretrained(directory, dtype=torch.float32).eval()
     assert passes
@@ -348,7 +348,8 @@ def test_recipes_of_the_cookbook_run_unmodified(recipe: str, warm: Path, warm_ad
     given = options.split()
     if "teacher" in options:
         given.append(f"teacher_checkpoint={taught(warm, warm_address, RUNS['sl_loop'][0])}")
-    check_recipe(recipe, given, metric, change, warm, warm_address)
+    # Conversations of 1,300 tokens: float64's own rotary angles alone move a log-prob by 7e-5 there.
+    check_recipe(recipe, given, metric, change, warm, warm_address, float32_angles="guess_number" in recipe)
 
 
 @pytest.mark.release
@@ -364,7 +365,13 @@ def test_recipes_train_smollm2(recipe: str, small: Path, small_address: str) -> 
 
 
 def check_recipe(
-    recipe: str, options: list[str], metric: str, change: float | None, folder: Path, address: str
+    recipe: str,
+    options: list[str],
+    metric: str,
+    change: float | None,
+    folder: Path,
+    address: str,
+    float32_angles: bool = False,
 ) -> None:
     """Run it; compare its first pass; see that the metric changes so much (None: it learns nothing)."""
     log = folder / "logs" / recipe
@@ -375,7 +382,7 @@ def check_recipe(
     found = [line[metric] for line in lines if metric in line]
     learnt = (sum(found[-2:]) - sum(found[:2])) / 2
     print(recipe, metric, found)
-    check_first_pass(folder, seen)
+    check_first_pass(folder, seen, float32_angles)
     if change is not None:
         assert learnt >= change if change > 0 else learnt <= change, found
 
