@@ -155,7 +155,7 @@ def test_stopping_says_how_long_the_step_takes_where_that_is_known() -> None:
         sink.step({"step": step, "step_time": seconds + 10, "data_wait_time": 10.0})
     began = progress.current_phase()[1]
     now[0] = began + 15
-    assert display._ends_in() == " (about 0:25 by the last steps)"
+    assert display._ends_in() == " (about 0:25, judging by the last steps)"
     now[0] = began + 100
     assert display._ends_in() == "", "the step takes longer than the last ones"
     progress.phase("waiting for the documents of step 4")
