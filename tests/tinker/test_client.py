@@ -86,7 +86,7 @@ RUNS: dict[str, tuple[str, str, float]] = {
         -0.2,
     ),
     "multiplayer_rl.guess_number.train": (
-        f"batch_size=2 group_size=4 max_tokens=24 max_steps=12 learning_rate=0.003 eval_every=0 {QWEN}",
+        f"batch_size=4 group_size=8 max_tokens=24 max_steps=12 learning_rate=0.003 eval_every=0 {QWEN}",
         "env/all/reward/total",
         2.0,
     ),
