@@ -29,6 +29,7 @@ def load_environment():
     return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[late]))
 """
 NAME = "Qwen/Qwen3-8B"  # whose chat format the cookbook knows
+SMOLLM2 = Path.home() / ".cache" / "truestep" / "smollm2-0.1.2"  # as `make small-model` leaves it
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 

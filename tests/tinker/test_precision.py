@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from transformers import AutoTokenizer
 
 from tinker.precision import HEAD, LAYERS, LOGITS, OURS, THEIRS, parts
-from tinker.stand_ins import sums_behind_examples
-
-SMOLLM2 = Path.home() / ".cache" / "truestep" / "smollm2-0.1.2"  # as `make small-model` leaves it
+from tinker.stand_ins import SMOLLM2, sums_behind_examples
 
 
 @pytest.mark.release
