@@ -67,7 +67,7 @@ class Work:
         if prompt is not None and prompt.tokens >= length:
             raise TruestepError(
                 f"--prompt {prompt.tokens:g}: a document of {length:g} tokens has none left for an answer (--length, "
-                f"data.tokens_per_microbatch)"
+                "data.tokens_per_microbatch)"
             )
         schedule = config.schedule
         each = schedule.depth_first_micro_batches * schedule.breadth_first_micro_batches
