@@ -10,8 +10,8 @@ in a process of its own that waits for each step. Then one tenant trains and sam
 first of the ten has the seed and the documents that the single one had, and their losses are compared.
 
 A step of `train` is counted from the end of the one before, so all that it does between steps is in it. Of a Session
-the records of a step are read and checked before the clock starts; `train` reads them meanwhile. `busy` is the time of
-the kernels of one more step.
+the records of a step are read and checked before the clock starts; `train` reads them meanwhile. `processor` is of the
+thread that launches kernels.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def config_of(folder: Path, given: argparse.Namespace) -> Config:
             "adapter": {"rank": given.rank, "alpha": 32.0, "targets": "all-linear"},
             "loss": {"type": "grpo", "normalize_by": "labels"},
             "data": {"path": str(folder / "records.jsonl"), "tokens_per_microbatch": given.tokens},
-            "schedule": {"docs_per_step": given.documents, "steps": WARM + given.steps + 1},
+            "schedule": {"docs_per_step": given.documents, "steps": WARM + given.steps},
             "optimizer": {"learning_rate": 1e-5},
             "checkpoint": {"directory": str(folder / "run")},
         }
@@ -121,74 +121,50 @@ class Measured:
     name: str
     steps: list[float]
     reads: list[float]  # in which documents are read
-    busy: float  # seconds of the GPU's kernels in one more step
-
-
-class Busy:
-    """Adds up the seconds of the GPU's kernels between `begin` and `end`."""
-
-    def __init__(self) -> None:
-        self._seen: Any = None
-
-    def begin(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            self._seen = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-            self._seen.__enter__()
-
-    def end(self) -> float:
-        if self._seen is None:
-            return 0.0
-        torch.cuda.synchronize()
-        self._seen.__exit__(None, None, None)
-        return sum(event.self_device_time_total for event in self._seen.key_averages()) / 1e6
+    launching: list[float]  # seconds of the processor, of the thread that launches kernels
 
 
 class Clock(Observer):
-    """Notes the end of each step of `train`. The last step is not timed: its kernels are."""
+    """Notes the end of each step of `train`."""
 
-    def __init__(self, steps: int):
-        self._last, self._busy, self.ends, self.busy = steps, Busy(), list[float](), 0.0
+    def __init__(self) -> None:
+        self.ends, self.processor = list[float](), list[float]()
 
     def step(self, line: Mapping[str, Any]) -> None:
         self.ends.append(time.perf_counter())
-        if line["step"] == self._last:
-            self.busy = self._busy.end()
-        elif line["step"] == self._last - 1:
-            self._busy.begin()
+        self.processor.append(time.thread_time())
 
 
 def by_train(config: Config, folder: Path) -> Measured:
     shutil.rmtree(folder / "run", ignore_errors=True)
-    assert config.schedule.steps is not None
-    trainer, clock = make_trainer(config, Console(file=io.StringIO())), Clock(config.schedule.steps)
+    trainer, clock = make_trainer(config, Console(file=io.StringIO())), Clock()
     trainer.save_rule = SaveRule(never=True)
     trainer.observers.add(clock)
     trainer.run()
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     del trainer
     free()
-    times = [end - before for before, end in pairwise(clock.ends)][WARM - 1 : -1]
-    return Measured("train", times, [line["data_wait_time"] for line in lines[WARM:-1]], clock.busy)
+    times, processor = (
+        [end - before for before, end in pairwise(of)][WARM - 1 :] for of in (clock.ends, clock.processor)
+    )
+    return Measured("train", times, [line["data_wait_time"] for line in lines[WARM:]], processor)
 
 
 def by_session(config: Config, found: Sequence[dict[str, Any]], given: argparse.Namespace) -> Measured:
-    times, reads, busy, last = [], [], Busy(), len(found) - given.documents
+    times, reads, processor = [], [], []
     with Session(config) as session:
         for first in range(0, len(found), given.documents):
             start = time.perf_counter()
             some = session.documents(found[first : first + given.documents])
             totals = session.totals(some)
             reads.append(time.perf_counter() - start)
-            if first == last:
-                busy.begin()
-            start = time.perf_counter()
+            start, begun = time.perf_counter(), time.thread_time()
             session.forward_backward(some, totals=totals)
             session.step()
             times.append(time.perf_counter() - start)
-        spent = busy.end()
+            processor.append(time.thread_time() - begun)
     free()
-    return Measured("Session", times[WARM:-1], reads[WARM:-1], spent)
+    return Measured("Session", times[WARM:], reads[WARM:], processor[WARM:])
 
 
 def in_turn(config: Config, folder: Path, found: Sequence[dict[str, Any]], given: argparse.Namespace) -> float:
@@ -198,7 +174,8 @@ def in_turn(config: Config, folder: Path, found: Sequence[dict[str, Any]], given
     for _ in range(given.turns):
         runs += [by_train(config, folder), by_session(config, found, given)]
     for run in runs:
-        print(f"  {run.name}: {statistics.median(run.steps):.3f} s, busy {run.busy:.3f}")
+        launching = statistics.median(run.launching)
+        print(f"  {run.name}: {statistics.median(run.steps):.3f} s, {launching:.3f} of the processor")
 
     def middle(name: str, of: Callable[[Measured], list[float]]) -> float:
         return statistics.median(second for run in runs if run.name == name for second in of(run))
@@ -275,7 +252,7 @@ def main() -> None:
         folder = Path(directory)
         write_model(folder / "model", given, device=device)
         free()
-        found, config = records(given, WARM + given.steps + 1), config_of(folder, given)
+        found, config = records(given, WARM + given.steps), config_of(folder, given)
         (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))
         tokens = given.documents * given.length
         where = torch.cuda.get_device_name() if device == "cuda" else "CPU"

@@ -162,9 +162,16 @@ class Policy:
                 hidden = stage_hidden(self.model, self.stages, stage, tokens, self.device, received, self.context)
         return hidden if stage < self.pipeline.last else self._all_tokens(hidden)
 
-    def hidden_alone(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H]
-        """Compute the last hidden states of all tokens on this rank, without the other context ranks."""
-        return self._all_tokens(packed_hidden(self.model, tokens, self.device))
+    def hidden_alone(self, tokens: PackedTokens, routes: torch.Tensor | None = None) -> torch.Tensor:  # [S, H]
+        """Compute the last hidden states of all tokens on this rank, without the other context ranks. `routes`: the
+        experts of the tokens [T, L, k]; None: the routers' own choice."""
+        replaying: AbstractContextManager[None] = nullcontext()
+        if routes is not None and self.routing is not None:
+            start, size = slice_of(len(tokens), self.weights.ranks, "tensor")
+            own = routes[start : start + size]
+            replaying = self.routing.passing(OwnTokens(len(own), routes=own), counts=False)
+        with replaying:
+            return self._all_tokens(packed_hidden(self.model, tokens, self.device))
 
     def _all_tokens(self, own: torch.Tensor) -> torch.Tensor:
         return own if self.exchange is None else gather_same(own, self.exchange.group)

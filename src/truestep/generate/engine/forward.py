@@ -4,8 +4,9 @@ The engine serves a model only if its hidden states agree with those of training
 policy's own weights.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from truestep.generate.engine.attend import (
 )
 from truestep.generate.engine.cache import LayerShape, PagedCache
 from truestep.generate.engine.recur import RecordedStates, RowStates
+from truestep.model.experts.routing import Recorder
 from truestep.model.fast import compiled as compiled_code
 from truestep.model.mixers import attention
 from truestep.model.mixers.recurrence import LayerState
@@ -155,25 +157,46 @@ def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
 
 def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     """Compare the engine's hidden states with those of training on a few tokens. Raise `UnservedError` if they
-    differ."""
-    device = policy.device
-    generator = np.random.default_rng(0)
-    ids = generator.integers(0, policy.vocabulary_size, _PROBE_TOKENS)
+    differ. Training computes the experts that the engine's tokens had: where a router's scores nearly tie, rounding
+    alone decides."""
+    ids = np.random.default_rng(0).integers(0, policy.vocabulary_size, _PROBE_TOKENS)
+    chosen: dict[int, list[torch.Tensor]] = defaultdict(list)  # experts of the tokens of each pass, by layer
+    with ExitStack() as stack:
+        if policy.routing is not None and policy.routing.replays:
+            keep: Recorder = lambda layer, index: chosen[layer].append(index.clone())  # noqa: E731
+            stack.enter_context(policy.routing.recording(keep))
+        passes = _probe_passes(policy, layers, page_size, ids)
+    counts = [len(hidden) for hidden in passes]
+    routes = [
+        torch.cat([index[:count] for index, count in zip(each, counts, strict=True)])
+        for _, each in sorted(chosen.items())
+    ]
     # Without context parallelism, because not all context ranks may be sampling. All tensor ranks are, and each has a
     # share of the tokens.
-    expected = policy.hidden_alone(pack_tokens([ids], policy.weights.ranks.tensor)).float()[: len(ids)]
-    pages = tuple(range(1, 2 + _PROBE_TOKENS // page_size))
+    packed = pack_tokens([ids], policy.weights.ranks.tensor)
+    expected = policy.hidden_alone(packed, torch.stack(routes, dim=1) if routes else None).float()[: len(ids)]
+    difference = (torch.cat(passes).float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)
+    worst = float(difference.max())
+    allowed = _TOLERANCE.get(policy.weights.dtype, _HALF_TOLERANCE)
+    if not worst <= allowed:
+        raise UnservedError(f"with the paged KV cache its hidden states differ by {worst:.0e} from those of training")
+
+
+def _probe_passes(policy: Policy, layers: list[LayerShape], page_size: int, ids: np.ndarray) -> list[torch.Tensor]:
+    """Compute the hidden states of tokens as the engine does: two chunks of a prompt, then one token after the other.
+    Return those of each pass."""
+    device, last = policy.device, len(ids)
+    pages = tuple(range(1, 2 + last // page_size))
     cache = PagedCache.make(layers, len(pages) + 1, page_size, policy.weights.dtype, device, states=1)
     tokens = torch.from_numpy(ids).to(device)
     found = []
-
     with paged(policy):
         start = 0
         for end in _PROBE_CHUNKS:
             step = make_prefill(cache, [(start, end - start, pages)], _sender(device), slots=[1])
             found.append(run_model(policy, tokens[start:end], step.positions, step))
             start = end
-        for at in range(start, _PROBE_TOKENS):  # two rows: torch.compile specialises for one; the second is not read
+        for at in range(start, last):  # two rows: torch.compile specialises for one; the second is not read
             rows = Rows(
                 cache,
                 pages=torch.tensor([pages[at // page_size], 0], device=device),
@@ -186,8 +209,4 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
             )
             positions = torch.tensor([at] * 2, device=device)
             found.append(run_model(policy, tokens[at].expand(2), positions, rows)[:1])
-    difference = (torch.cat(found).float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)
-    worst = float(difference.max())
-    allowed = _TOLERANCE.get(policy.weights.dtype, _HALF_TOLERANCE)
-    if not worst <= allowed:
-        raise UnservedError(f"with the paged KV cache its hidden states differ by {worst:.0e} from those of training")
+    return found

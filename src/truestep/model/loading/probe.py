@@ -4,7 +4,8 @@ In float32, packed documents must give the hidden states that transformers' own 
 and our head must give the model's own logits. The documents include some that are longer than each threshold at which
 the model's code changes its behaviour (sliding window, rotary embedding). In half precision, another attention kernel
 may be used. The error of packed documents against float32 may then be at most `HALF_PRECISION_FACTOR` times the error
-of single documents.
+of single documents. Packed tokens are given the experts that they have in single documents: where a router's scores
+nearly tie, rounding alone decides, and one other expert is an error far above the others.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.model import handed
 from truestep.model.cuts.stages import Stages, stages_of
+from truestep.model.experts.routers import routed_in
 from truestep.model.mixers.context_parallel import Context
 from truestep.model.policy import packed_hidden, plain_attention, stage_hidden
 from truestep.ranks.exchange import gather_same
@@ -152,12 +154,48 @@ def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: 
     for parameter, data in exact:
         parameter.data = data.to(dtype)
     try:
-        allowed = HALF_PRECISION_FACTOR * _distance(_alone(model, probe.documents, device), probe.hidden) + 1e-3
-        packed = _packed(model, probe.documents, device)
+        with _routers_seen(model) as seen:
+            alone = _alone(model, probe.documents, device)
+        allowed = HALF_PRECISION_FACTOR * _distance(alone, probe.hidden) + 1e-3
+        with _routers_answering(seen):
+            packed = _packed(model, probe.documents, device)
     finally:
         for parameter, data in exact:
             parameter.data = data
     _compare(f"{type(model).__name__}: packed in half precision gives other values", packed, probe.hidden, allowed)
+
+
+@contextmanager
+def _routers_seen(model: Any) -> Iterator[dict[Any, list[Any]]]:
+    """Keep the results of all routers within the block: logits, scores and experts of each call."""
+    seen: dict[Any, list[Any]] = {routed.router: [] for routed in routed_in(model)}
+    hooks = [
+        router.register_forward_hook(lambda _, __, result, calls=calls: calls.append(result))
+        for router, calls in seen.items()
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _routers_answering(seen: dict[Any, list[Any]]) -> Iterator[None]:
+    """Let routers answer for all tokens at once within the block, as they did in the calls that were seen."""
+    answers = {
+        router: tuple(torch.cat(parts) for parts in zip(*calls, strict=True))
+        for router, calls in seen.items()
+        if calls and all(isinstance(call, tuple) and all(part.ndim == 2 for part in call) for call in calls)
+    }
+    hooks = [
+        router.register_forward_hook(lambda _, __, ___, answer=answer: answer) for router, answer in answers.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
