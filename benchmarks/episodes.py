@@ -45,8 +45,11 @@ def single_turns(policy: Policy, given: argparse.Namespace, prompts: list[int], 
     return sum(len(answer.token_ids) for answer in made) / took
 
 
-def episodes(policy: Policy, given: argparse.Namespace, plays: EnvironmentPlay, longest: int) -> tuple[float, float]:
-    """Tokens drawn per second of all episodes, and the part of their prompts' new tokens that was computed."""
+def episodes(
+    policy: Policy, given: argparse.Namespace, plays: EnvironmentPlay, longest: int
+) -> tuple[float, float, float]:
+    """Tokens drawn per second of all episodes, the part of their prompts' new tokens that was computed, and the part of
+    the time in which all episodes waited for their tools."""
     draw = DrawOptions(1.0, given.drawn, frozenset())
     prompt = Prompt("p", "", {}, (3, 4))
     asked = [Episode(prompt, draw, (4, number), f"e{number}") for number in range(given.episodes)]
@@ -63,7 +66,8 @@ def episodes(policy: Policy, given: argparse.Namespace, plays: EnvironmentPlay, 
     if reasons:
         raise SystemExit(f"episodes ended early: {sorted(reasons)[:3]}")
     new = given.episodes * (given.prompt + (given.turns - 1) * given.given)
-    return sum(played.num_drawn for played in made) / took, service.spent.prompt_tokens / new
+    idle = service.spent.idle / service.spent.sampling
+    return sum(played.num_drawn for played in made) / took, service.spent.prompt_tokens / new, idle
 
 
 class Words(Numbers):
@@ -94,12 +98,13 @@ def main() -> None:
     by_turn = [given.prompt + turn * (given.drawn + given.given) for turn in range(given.turns)] * given.episodes
     try:
         for _ in range(given.rounds):
-            rate, part = episodes(policy, given, plays, longest)
+            rate, part, idle = episodes(policy, given, plays, longest)
             first = single_turns(policy, given, [given.prompt] * count, given.episodes)
             whole = single_turns(policy, given, by_turn, given.episodes)
             print(
                 f"{given.episodes} episodes of {given.turns} turns: {rate:,.0f} tokens/s, {part:.3f} of the new prompt "
-                f"tokens computed; {count} single turns behind {given.prompt} tokens {first:,.0f} "
+                f"tokens computed, {idle:.1%} of the time with nothing to compute; {count} single turns behind "
+                f"{given.prompt} tokens {first:,.0f} "
                 f"({rate / first:.0%}), behind the episodes' own prompts {whole:,.0f} ({rate / whole:.0%})",
                 flush=True,
             )

@@ -70,6 +70,7 @@ class InProcessSource(StillSource):
         measured = {
             "sampling_time": spent.sampling,
             "rating_time": spent.rating,
+            "sampling_idle_time": spent.idle,
             "sampled_tokens_per_second": self._tokens / spent.sampling if spent.sampling else 0.0,
             "sampler_cache_use": spent.cache_use,
         }

@@ -26,7 +26,7 @@ BETWEEN = ("evaluation", "save")
 _OF_THE_MACHINE = frozenset(
     {
         *("tokens_per_second", "data_wait_time", "step_time", "seconds"),
-        *("sampling_time", "rating_time", "sampled_tokens_per_second", "sampler_cache_use"),
+        *("sampling_time", "rating_time", "sampling_idle_time", "sampled_tokens_per_second", "sampler_cache_use"),
         *("gpu_memory", "mfu"),
         *("generation", "ranks", "lost_seconds"),
     }

@@ -14,7 +14,8 @@ import torch
 
 from completing import Asked, How, decode
 from generate.engine.test_engine import options, requests, same
-from truestep.generate.engine.phase import EngineSettings
+from truestep.generate.engine import service
+from truestep.generate.engine.phase import EngineSettings, Phase
 from truestep.generate.engine.schedule import CacheError
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import Completion, Generate
@@ -48,6 +49,54 @@ def test_requests_at_any_time_draw_what_they_draw_alone(policy: Policy) -> None:
     for mine, each in zip(generator.map(range(8), work), asked, strict=True):
         same(mine, alone(policy, each))
         assert mine.versions == [40] * len(mine.token_ids)
+
+
+def test_seconds_in_which_all_episodes_wait_for_their_tools_are_counted(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those in which one of them draws, nor those of rewards after the last completion."""
+    clock, drawing = 0.0, asyncio.Event()
+    monkeypatch.setattr(service.time, "perf_counter", lambda: clock)
+    asked, step = requests((3, 21)), Phase.step
+
+    def counted_step(phase: Phase, *given: int) -> list[tuple[int, Completion]]:
+        nonlocal clock
+        clock += 1  # the engine's own time
+        drawing.set()
+        return step(phase, *given)
+
+    monkeypatch.setattr(Phase, "step", counted_step)
+
+    async def work(number: int, generate: Generate) -> None:
+        nonlocal clock
+        await generate(asked[0].request(HOW))
+        if number:
+            await generate(asked[1].request(HOW))
+        else:
+            drawing.clear()
+            await drawing.wait()
+            clock += 3  # its tool runs while the other one draws
+
+    async def spend(seconds: float) -> None:
+        nonlocal clock
+        await asyncio.sleep(0.02)
+        clock += seconds
+
+    generator = EngineGenerator(policy)
+    generator.map(range(2), work)
+    assert generator.spent.idle == 0
+
+    async def turns(number: int, generate: Generate) -> None:
+        await generate(asked[number].request(HOW))
+        await spend(7 if number else 5)
+        await generate(asked[number].request(HOW))
+        await spend(100)
+
+    generator.spent = service.Spent()
+    generator.map([1], turns)
+    assert generator.spent.idle == 7
+    assert generator.spent.rating == 100
+    assert generator.spent.sampling > 7
 
 
 def test_turns_compute_only_what_is_new(policy: Policy) -> None:

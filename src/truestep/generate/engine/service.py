@@ -15,7 +15,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,13 +48,15 @@ class Spent:
 
     sampling: float = 0.0  # seconds until the last completion ended
     rating: float = 0.0  # seconds from then until the work was done
+    idle: float = 0.0  # seconds of `sampling` in which no request could be computed: all work waited for something else
     cache_use: float = 0.0  # peak fraction of this rank's KV cache in use
     prompt_tokens: int = 0  # prompt tokens that this rank computed
     cached_tokens: int = 0  # prompt tokens found in this rank's cache
 
-    def add(self, sampling: float, rating: float, phase: Phase) -> None:
+    def add(self, sampling: float, rating: float, idle: float, phase: Phase) -> None:
         self.sampling += sampling
         self.rating += rating
+        self.idle += idle
         self.cache_use = max(self.cache_use, phase.cache_use)
         self.prompt_tokens += phase.prompt_tokens
         self.cached_tokens += phase.cached_tokens
@@ -159,6 +161,7 @@ class _Mapping:
         self._news = News()
         self._rounds = Rounds(self._ranks, self._changed)
         self._start = self._last_end = time.perf_counter()
+        self._idle = self._waited = 0.0  # seconds with nothing to compute: until the last completion ended, and in all
         self._asked_at = time.monotonic()  # time of the last check whether the run was asked to stop
 
     def call(self, function: Callable[[], None]) -> None:
@@ -298,7 +301,7 @@ class _Mapping:
     def _end(self, key: Key, completion: Completion) -> None:
         """Pass on a completion: at once to this rank's own tasks, and in the next round to those of others."""
         completion = replace(completion, versions=[self._owner.version] * len(completion.token_ids))
-        self._last_end = time.perf_counter()
+        self._last_end, self._idle = time.perf_counter(), self._waited
         self._streams.pop(key, None)
         ask = self._asks.pop(key, None)
         if ask is not None:
@@ -320,7 +323,7 @@ class _Mapping:
         """Wait for requests, or for other ranks, while nothing is computed."""
         seconds = _POLL_SECONDS if self._team.size == 1 else _TEAM_POLL_SECONDS
         what = progress.OTHER_RANKS if task.done() else "rewards"
-        with progress.waiting_for(what), progress.working("rating", "rewards"):
+        with self._waiting(), progress.waiting_for(what), progress.working("rating", "rewards"):
             while not self._changed.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), seconds)
@@ -333,9 +336,17 @@ class _Mapping:
                     return
         self._changed.clear()
 
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - begun
+
     def _note_spent(self) -> None:
         sampling, rating = self._last_end - self._start, time.perf_counter() - self._last_end
-        self._owner.spent.add(sampling, rating, self._phase)
+        self._owner.spent.add(sampling, rating, self._idle, self._phase)
 
 
 def _run(main: Callable[[], Coroutine[Any, Any, R]]) -> R:
