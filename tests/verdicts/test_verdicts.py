@@ -140,6 +140,7 @@ MADE_UP: dict[str, tuple[str, dict[str, Callable[[int], float]]]] = {
         {"computed_tokens": lambda step: 1000.0, "recomputed_prefix_tokens": lambda step: 600.0},
     ),
     "rewards are waited for": ("slow rewards", {"time/rating": lambda step: 8.0, "step_time": lambda step: 10.0}),
+    "tools are waited for": ("slow tools", {"sampling_idle_time": lambda step: 6.0, "step_time": lambda step: 10.0}),
     "entropy falls and nothing is learnt": ("no exploration", {"entropy": lambda step: 1.0 / step**2}),
     "the reward falls": ("worse", {"reward": noisy(lambda step: 0.7 - 0.02 * step)}),
     "the policy loses everything": (

@@ -13,7 +13,25 @@ from truestep.text import printable
 _FEW = 0.01  # rejected fraction of completions; below it the verdict is a note, else a warning
 _FAR = 0.1  # nats per token between the policy and the sampler
 _CLIPPED = 0.3  # fraction of tokens whose ratio is clipped
-_SLOW, _SLOW_SECONDS = 0.5, 1.0  # waiting for rewards: as a fraction of a step's time, and in seconds
+_SLOW, _SLOW_SECONDS = 0.5, 1.0  # waiting: as a fraction of a step's time, and in seconds
+# What a run waits for while it samples in process: metric, kind, title, text and advice of the verdict.
+_WAITS = (
+    (
+        "time/rating",
+        "slow rewards",
+        "The run waits for its rewards",
+        "is waiting for rewards after the last completion has ended",
+        "Make the reward faster, or give it more processes (sampler.reward_workers).",
+    ),
+    (
+        "sampling_idle_time",
+        "slow tools",
+        "The sampler waits for its episodes",
+        "is waiting for tools and rewards, with no token to draw",
+        "Make the tools faster (tool_time/NAME), give them more processes (sampler.reward_workers), or make more "
+        "documents a step, so that others draw meanwhile (schedule.docs_per_step).",
+    ),
+)
 _REPEATS = 0.5  # the last share of distinct completions, divided by the first
 _SILENT = 0.1  # the last entropy, divided by the first
 # Fractions of groups without advantages: above `_EMPTY` a verdict is a note, above `_NEARLY_ALL` a warning.
@@ -88,19 +106,14 @@ def _best_is_past(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
 
 
 def _slow(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
-    rating, steps = (evidence.values(name)[-FEWEST_STEPS:] for name in ("time/rating", "step_time"))
-    if len(rating) < FEWEST_STEPS or len(rating) != len(steps):
-        return
-    share, seconds = median((rating / steps).tolist()), median(rating.tolist())
-    if share > _SLOW and seconds > _SLOW_SECONDS:
-        yield Verdict(
-            "slow rewards",
-            "warning",
-            "The run waits for its rewards",
-            f"in the last {FEWEST_STEPS} steps {format_percent(share)} of a step's time, {seconds:.1f} s, is waiting "
-            "for rewards after the last completion has ended.",
-            "Make the reward faster, or give it more processes (sampler.reward_workers).",
-        )
+    for metric, kind, title, waiting, advice in _WAITS:
+        waits, steps = (evidence.values(name)[-FEWEST_STEPS:] for name in (metric, "step_time"))
+        if len(waits) < FEWEST_STEPS or len(waits) != len(steps):
+            continue
+        share, seconds = median((waits / steps).tolist()), median(waits.tolist())
+        if share > _SLOW and seconds > _SLOW_SECONDS:
+            part = f"{format_percent(share)} of a step's time, {seconds:.1f} s"
+            yield Verdict(kind, "warning", title, f"in the last {FEWEST_STEPS} steps {part}, {waiting}.", advice)
 
 
 def _far(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
