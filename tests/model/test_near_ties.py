@@ -3,8 +3,10 @@ not when it is loaded in half precision, nor by the engine. Everything else is s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from truestep.model.experts import routers
 from truestep.model.experts.routing import RoutedLayer
 from truestep.model.loading import load, probe
 from truestep.model.loading.load import load_policy
+from truestep.model.loading.same_experts import routes_given, routes_kept
 from truestep.model.policy import Policy
 from truestep.weights.errors import ModelError
 
@@ -34,15 +37,23 @@ def mixture(path: Path, family: str) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
+def others(index: torch.Tensor, experts: int) -> torch.Tensor:
+    """Replace the last of a token's experts by one that it does not have."""
+    free = [next(e for e in range(experts) if e not in row) for row in index.tolist()]
+    return torch.cat([index[:, :-1], torch.tensor(free)[:, None]], dim=1)
+
+
 @contextmanager
-def nudged(model: Any, when: Callable[[], bool]) -> Iterator[None]:
-    """Add noise to what routers read, as another order of sums would, but more of it."""
+def changed(model: Any, when: Callable[[], bool], case: str) -> Iterator[None]:
+    """Let routers choose otherwise, as other rounding would, or give other logits."""
 
-    def noisy(_: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        noise = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).to(given[0])
-        return (given[0] + 0.3 * noise, *given[1:]) if when() else given
+    def change(_: Any, __: Any, result: Any) -> Any:
+        logits, scores, index = result
+        if not when():
+            return None
+        return (logits + 0.01, scores, index) if "logits" in case else (logits, scores, others(index, logits.shape[1]))
 
-    hooks = [routed.router.register_forward_pre_hook(noisy) for routed in routers.routed_in(model)]
+    hooks = [routed.router.register_forward_hook(change) for routed in routers.routed_in(model)]
     try:
         yield
     finally:
@@ -51,35 +62,43 @@ def nudged(model: Any, when: Callable[[], bool]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h"])
-@pytest.mark.parametrize("case", ["experts are given", "routers choose", "attention is wrong"])
-def test_a_mixture_is_loaded_in_half_precision_whichever_experts_rounding_chooses(
-    family: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("dtype", "case"),
+    [
+        *itertools.product(["float32", "bfloat16"], ["experts are given", "routers choose", "attention is wrong"]),
+        ("float32", "logits are wrong"),
+    ],
+)
+def test_a_mixture_is_loaded_whichever_experts_rounding_chooses(
+    family: str, dtype: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mixture(tmp_path, family)
     packed, is_packed = probe._packed, False
 
     def pack(model: Any, *given: Any) -> torch.Tensor:
         nonlocal is_packed
-        is_packed = True
+        is_packed = next(model.parameters()).dtype == getattr(torch, dtype)
         try:
             hidden = packed(model, *given)
+            return hidden.roll(1, dims=0) if is_packed and case == "attention is wrong" else hidden
         finally:
             is_packed = False
-        return hidden.roll(1, dims=0) if case == "attention is wrong" else hidden
 
-    def probing(model: Any, *given: Any) -> None:
-        with monkeypatch.context() as patch, nudged(model, lambda: is_packed):
-            patch.setattr(probe, "_packed", pack)
-            if case == "routers choose":
-                patch.setattr(probe, "_routers_answering", lambda _: nullcontext())
-            probe.probe_half_precision(model, *given)
+    def probing(model: Any, *given: Any, name: str) -> Any:
+        with changed(model, lambda: is_packed, case):
+            return getattr(probe, name)(model, *given)
 
-    monkeypatch.setattr(load, "probe_half_precision", probing)
-    if case == "experts are given":
-        assert load_policy(tmp_path, dtype="bfloat16", device="cpu").weights.dtype == torch.bfloat16
-    else:
-        with pytest.raises(ModelError, match="packed in half precision gives other values"):
-            load_policy(tmp_path, dtype="bfloat16", device="cpu")
+    monkeypatch.setattr(probe, "_packed", pack)
+    for name in ("probe_float32", "probe_half_precision"):
+        monkeypatch.setattr(load, name, partial(probing, name=name))
+    if case == "routers choose":
+        monkeypatch.setattr(probe, "routes_given", lambda *_: nullcontext([]))
+    expected: Any = nullcontext()
+    if case != "experts are given":
+        half = "in half precision" if dtype == "bfloat16" else "documents"
+        expected = pytest.raises(ModelError, match=f"packed {half} gives? other values")
+    with expected:
+        load_policy(tmp_path, dtype=dtype, device="cpu")
 
 
 def served(policy: Policy) -> Engine:
@@ -107,10 +126,7 @@ def test_the_engine_serves_a_mixture_whichever_experts_rounding_chooses(
             sampling = False
 
     def another(self: RoutedLayer, own: torch.Tensor) -> torch.Tensor:
-        if sampling:  # the last of a token's experts is another one
-            others = [[e for e in range(self.experts) if e not in row] for row in own.tolist()]
-            own = torch.cat([own[:, :-1], torch.tensor([row[:1] for row in others])], dim=1)
-        return choose(self, own)
+        return choose(self, others(own, self.experts) if sampling else own)
 
     monkeypatch.setattr(forward, "run_model", run_model)
     monkeypatch.setattr(RoutedLayer, "choose", another)
@@ -122,3 +138,25 @@ def test_the_engine_serves_a_mixture_whichever_experts_rounding_chooses(
         expected = pytest.raises(forward.UnservedError, match="its hidden states differ by")
     with torch.no_grad(), expected:
         forward.probe(policy, engine.layers, engine.device.page_size)
+
+
+@pytest.mark.parametrize(("ranks", "padding"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+def test_ranks_that_divide_the_tokens_get_the_experts_of_theirs(ranks: int, padding: int, tmp_path: Path) -> None:
+    """Padding, which comes last, gets what its routers compute."""
+    mixture(tmp_path, "qwen3_moe")
+    model = load_policy(tmp_path, dtype="float32", device="cpu").model
+    router = next(iter(routers.routed_in(model))).router
+    tokens = torch.randn(ranks * 5, router.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), routes_kept(model) as routes:
+        for document in tokens[: len(tokens) - padding].split(4):
+            router(document)
+        (name,) = routes
+        right = (routes[name][0], routes[name][1] + 1, others(routes[name][2], 4))
+        found = []
+        for part, own in enumerate(tokens.chunk(ranks)):
+            with routes_given(model, {name: right}, part) as apart:
+                found.append(router(own))
+            assert not apart or float(torch.cat(apart).sum()) < 1e-4
+        own = router(tokens[len(tokens) - padding :])
+    for mine, kept, padded in zip(map(torch.cat, zip(*found, strict=True)), right, own, strict=True):
+        torch.testing.assert_close(mine, torch.cat([kept, padded]))

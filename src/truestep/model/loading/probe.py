@@ -4,12 +4,11 @@ In float32, packed documents must give the hidden states that transformers' own 
 and our head must give the model's own logits. The documents include some that are longer than each threshold at which
 the model's code changes its behaviour (sliding window, rotary embedding). In half precision, another attention kernel
 may be used. The error of packed documents against float32 may then be at most `HALF_PRECISION_FACTOR` times the error
-of single documents. Packed tokens are given the experts that they have in single documents: where a router's scores
-nearly tie, rounding alone decides, and one other expert is an error far above the others.
+of single documents. All passes give a token the experts that it has in its single document (`same_experts`).
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +18,7 @@ from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.model import handed
 from truestep.model.cuts.stages import Stages, stages_of
-from truestep.model.experts.routers import routed_in
+from truestep.model.loading.same_experts import Routes, routes_given, routes_kept
 from truestep.model.mixers.context_parallel import Context
 from truestep.model.policy import packed_hidden, plain_attention, stage_hidden
 from truestep.ranks.exchange import gather_same
@@ -39,6 +38,7 @@ HALF_PRECISION_FACTOR = 1.5
 class Probe:
     documents: list[torch.Tensor]
     hidden: torch.Tensor  # hidden states of all documents, each computed alone in float32
+    routes: Routes = dataclasses.field(default_factory=dict)  # of the same passes
 
 
 def make_documents(model: Any, longest: int) -> list[torch.Tensor]:
@@ -68,14 +68,16 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
     """Probe a float32 model, and return the hidden states that the other probes compare with."""
     documents = make_documents(model, longest)
     name = type(model).__name__
-    alone = _alone(model, documents, device)
+    with routes_kept(model) as routes:
+        alone = _alone(model, documents, device)
     if not alone.isfinite().all():
         size, where = largest(dict(model.named_parameters()), ALONE)
         raise ModelError(
             f"{name}: its hidden states are not finite, also with transformers' own attention: its weights are ruined. "
             f"The largest number among them is {size:.1e}, in {where}"
         )
-    _compare_packed(model, documents, device, alone)
+    probe = Probe(documents, alone, routes)
+    _compare_packed(model, probe, device)
     with _explained(f"{name} cannot be compared with its own logits"), plain_attention(model):
         # `output_hidden_states` is avoided: it leaves hooks in the layers, which break the graphs of compiled code.
         given = {"input_ids": documents[0][None].to(device), "use_cache": False}
@@ -84,17 +86,19 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
     weight = model.get_output_embeddings().weight
     logits = scaled_logits(hidden, weight, ones, dataclasses.replace(head, fp32=True))
     _compare(f"{name}: the plain LM head gives other values", logits, right)
-    return Probe(documents, alone)
+    return probe
 
 
-def _compare_packed(model: Any, documents: list[torch.Tensor], device: torch.device, alone: torch.Tensor) -> None:
+def _compare_packed(model: Any, probe: Probe, device: torch.device) -> None:
     """Compare packed documents with each document alone. If they differ, give attention the keyword arguments that the
     model's code may have dropped, and compare again."""
     what = f"{type(model).__name__}: packed documents give other values"
     ways = handed.ways(model)
     while True:
         try:
-            return _compare(what, _packed(model, documents, device), alone)
+            with routes_given(model, probe.routes) as apart:
+                packed = _packed(model, probe.documents, device)
+            return _compare(what, packed, probe.hidden, apart)
         except ModelError:
             way = next(ways, None)
             if way is None:
@@ -108,11 +112,12 @@ def probe_context(model: Any, probe: Probe, device: torch.device, context: Conte
     sees only this rank's tokens, and the probe fails."""
     name = type(model).__name__
     tokens = _tokens(probe.documents, context.size)
-    with _explained(f"{name} cannot run with its tokens over {context.size} ranks"):
+    given = routes_given(model, probe.routes, context.rank)
+    with _explained(f"{name} cannot run with its tokens over {context.size} ranks"), given as apart:
         hidden = packed_hidden(model, tokens, device, context).float()
     alone = probe.hidden[context.run(len(tokens))]
     what = f"{name}: tokens over {context.size} ranks (parallel.context) give other values"
-    _compare(what, hidden[: len(alone)], alone)  # padding comes last
+    _compare(what, hidden[: len(alone)], alone, apart)  # padding comes last
 
 
 @torch.no_grad()
@@ -126,11 +131,11 @@ def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> N
     options = [name for name in cuts if ranks.size_of(name) > 1]
     asked = " and ".join(f"parallel.{name}: {ranks.size_of(name)}" for name in options)
     what = f"{asked}: the layers of {type(model).__name__}, {' and '.join(cuts[name] for name in options)},"
-    with _explained(f"{what} do not run"):
+    with _explained(f"{what} do not run"), routes_given(model, probe.routes, ranks.place_on("tensor")) as apart:
         hidden = packed_hidden(model, _tokens(documents), device).float()
     if group is not None:
         hidden = gather_same(hidden, group)
-    _compare(f"{what} give other values", hidden[:tokens], probe.hidden)
+    _compare(f"{what} give other values", hidden[:tokens], probe.hidden, apart)
 
 
 @torch.no_grad()
@@ -154,48 +159,16 @@ def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: 
     for parameter, data in exact:
         parameter.data = data.to(dtype)
     try:
-        with _routers_seen(model) as seen:
+        with routes_kept(model) as routes:
             alone = _alone(model, probe.documents, device)
         allowed = HALF_PRECISION_FACTOR * _distance(alone, probe.hidden) + 1e-3
-        with _routers_answering(seen):
+        with routes_given(model, routes):
             packed = _packed(model, probe.documents, device)
     finally:
         for parameter, data in exact:
             parameter.data = data
-    _compare(f"{type(model).__name__}: packed in half precision gives other values", packed, probe.hidden, allowed)
-
-
-@contextmanager
-def _routers_seen(model: Any) -> Iterator[dict[Any, list[Any]]]:
-    """Keep the results of all routers within the block: logits, scores and experts of each call."""
-    seen: dict[Any, list[Any]] = {routed.router: [] for routed in routed_in(model)}
-    hooks = [
-        router.register_forward_hook(lambda _, __, result, calls=calls: calls.append(result))
-        for router, calls in seen.items()
-    ]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _routers_answering(seen: dict[Any, list[Any]]) -> Iterator[None]:
-    """Let routers answer for all tokens at once within the block, as they did in the calls that were seen."""
-    answers = {
-        router: tuple(torch.cat(parts) for parts in zip(*calls, strict=True))
-        for router, calls in seen.items()
-        if calls and all(isinstance(call, tuple) and all(part.ndim == 2 for part in call) for call in calls)
-    }
-    hooks = [
-        router.register_forward_hook(lambda _, __, ___, answer=answer: answer) for router, answer in answers.items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    what = f"{type(model).__name__}: packed in half precision gives other values"
+    _compare(what, packed, probe.hidden, allowed=allowed)
 
 
 @contextmanager
@@ -225,14 +198,28 @@ def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> t
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the largest relative difference among tokens. An average could hide one short wrong document."""
-    worst = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
-    if not len(worst):
+    return _worst(_differences(ours, theirs))
+
+
+def _differences(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    return (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
+
+
+def _worst(differences: torch.Tensor) -> float:
+    if not len(differences):
         return 0.0
-    return float(worst.max()) if not worst.isnan().any() else float("nan")
+    return float(differences.max()) if not differences.isnan().any() else float("nan")
 
 
-def _compare(what: str, ours: torch.Tensor, theirs: torch.Tensor, allowed: float = FLOAT32_TOLERANCE) -> None:
-    difference = _distance(ours, theirs)
+def _compare(
+    what: str,
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    apart: Iterable[torch.Tensor] = (),
+    allowed: float = FLOAT32_TOLERANCE,
+) -> None:
+    """Raise if hidden states differ, or routers' logits, by their relative differences `apart`."""
+    difference = _worst(torch.cat([_differences(ours, theirs), *(each.to(ours.device) for each in apart)]))
     if not difference <= allowed:
         raise ModelError(
             f"{what} than transformers does on the same document (relative difference {difference:.1e}, at most "
