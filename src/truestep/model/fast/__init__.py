@@ -38,6 +38,7 @@ Every patch of transformers and torch:
 | model/mixers/paths.py | register_autograd | custom operators for torch.compile; public API |
 | model/no_dropout.py | p, setattr | no dropout; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |
+| model/loading/same_experts.py | register_forward_hook | probes give tokens the same experts; public API |
 | model/loading/load.py | register_forward_hook | layers report that they are done; public API |
 | model/loading/from_parts.py | generation_config | set from the directory; transformers saves it |
 | model/towers.py | config, generation_config, setattr | makes a text model of the parts of a multimodal one |
