@@ -35,6 +35,7 @@ from truestep.commands.cli import main
 from truestep.config.load import ConfigError, check_secrets, dump_config, load_config
 from truestep.config.schema import Config
 from truestep.environments.prompts import PromptError
+from truestep.errors import TruestepError
 from truestep.files.whole import (
     DEEPEST,
     Line,
@@ -79,6 +80,7 @@ def longer(config: Config, steps: int) -> Config:
     ("line", "reason"),
     [
         (b"{", "not JSON: .* column 2"),
+        (b'{"a": "cut', "^not JSON: Unterminated string starting at its column 7$"),
         (b"\xff", "not UTF-8 at its byte 1"),
         (b"[1]", "not a JSON object"),
         (b"3", "not a JSON object"),
@@ -226,6 +228,30 @@ def test_a_damaged_line_of_metrics_does_not_end_a_run(config: Config, tmp_path: 
     result = CliRunner().invoke(main, ["report", str(run)])
     assert result.exit_code == 0, result.output
     assert "metrics.jsonl: 1 line is no JSON object and left out" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "message"),
+    [
+        ("model", {"device": "cuda"}, "^model.device: cuda was asked for and there is no CUDA device$"),
+        ("model", {"freeze": ["absent"]}, "^model.freeze: 'absent' matches no weight"),
+        ("adapter", {"rank": 4}, "^adapter: .* holds a whole model, and the configuration has an adapter$"),
+    ],
+)
+def test_an_option_that_cannot_be_is_not_a_damaged_checkpoint(
+    section: str, options: dict[str, Any], message: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who is told to remove a sound checkpoint loses it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said(config)
+    with pytest.raises(TruestepError, match=message):
+        said(longer(config, 6).changed({f"{section}.{name}": value for name, value in options.items()}))
+    assert "all 6 steps are done" in said(longer(config, 6))
+
+
+def test_a_run_that_has_made_more_steps_says_so(config: Config) -> None:
+    said(config)
+    assert "the run has made 4 steps already, and schedule.steps is 3" in said(longer(config, 3))
 
 
 def test_the_last_line_damaged_is_said_on_resume(config: Config, tmp_path: Path) -> None:

@@ -79,6 +79,13 @@ def test_an_output_that_is_there_is_not_touched(run: Path, tmp_path: Path, kind:
     assert {path: path.read_text() if path.is_file() else None for path in tmp_path.rglob("*")} == before
 
 
+def test_a_directory_of_checkpoints_names_one(run: Path, tmp_path: Path) -> None:
+    """A session saves into such a directory."""
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    with pytest.raises(ExportError, match=rf"It holds checkpoints: name one, such as {newest}$"):
+        export(run / "checkpoints", tmp_path / "out", "float32")
+
+
 def test_what_is_no_checkpoint(run: Path, tmp_path: Path) -> None:
     incomplete = tmp_path / "run"
     shutil.copytree(run, incomplete, ignore=shutil.ignore_patterns("state.json"))

@@ -70,6 +70,19 @@ def test_a_configuration_is_that_of_the_file(tmp_path: Path) -> None:
     assert Config(**options) == load_config(file) == Config.model_validate(options)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (MODEL, r"not of type dict: write Config\(\*\*options\)$"),
+        (None, "^a configuration is a Config or the path of a YAML file, and not of type NoneType$"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(given: Any, message: str) -> None:
+    for call in (truestep.train, truestep.Session):
+        with pytest.raises(ConfigError, match=message):
+            call(given)
+
+
 def test_python_has_more_than_yaml() -> None:
     options = {**SAMPLED, "sampler": {"prompts": Path("p"), "reward": own_code.reward, "stop": ("a", "b")}}
     config = Config(**options)

@@ -58,6 +58,44 @@ def test_a_run_of_ours_is_clean(run: Path) -> None:
         assert not result.findings
 
 
+def rows_of_groups(rows: list[dict[str, Any]], with_tokens: int) -> list[dict[str, Any]]:
+    """Rows of two groups of 8 for each of 40 steps, with right or wrong answers and the advantages of `grpo`. The first
+    `with_tokens` rows of a step have the values of tokens."""
+    draw, found = np.random.default_rng(0), list[dict[str, Any]]()
+    for number in range(80):
+        rewards = (draw.random(8) < 0.6).astype(float)
+        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        step, group = 1 + number // 2, str(number)
+        for member in range(8):
+            place = number % 2 * 8 + member
+            row = {**rows[place], "step": step, "group_id": group, "id": f"{group}-{member}", "prompt": group}
+            row |= {"reward": rewards[member], "advantage": advantages[member], "completion": f"{group} {member}"}
+            if place >= with_tokens:
+                row |= dict.fromkeys(("token_texts", "token_logprobs", "token_log_ratios", "token_advantages"))
+            found.append(row)
+    return found
+
+
+def groups_found(rows: list[dict[str, Any]], folder: Path) -> list[str]:
+    return [one.name for one in audit([write_rows(folder, rows)]).findings if "advantages" in one.name]
+
+
+def test_advantages_of_rows_without_tokens_are_compared(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    """A run keeps the tokens of 4 documents a step by default, fewer than a group has."""
+    kept = rows_of_groups(rows, with_tokens=4)
+    assert not groups_found(kept, tmp_path / "clean")
+    for row in kept[15::16]:
+        row["advantage"] *= -1
+    assert groups_found(kept, tmp_path / "turned") == ["advantages"]
+
+
+def test_groups_of_which_an_advantage_is_unknown_are_left_out(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    kept = rows_of_groups(rows, with_tokens=16)
+    for index, row in enumerate(kept):
+        row["advantage"] = row["advantage"] if index % 16 < 4 else None
+    assert not groups_found(kept, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def whole_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that keeps all records."""

@@ -72,7 +72,7 @@ def test_parity_asks_it_too(model: Path) -> None:
     ("protocol", "said"),
     [
         ("triton", "sampler.protocol 'triton': write it as package.module:function"),
-        ("doors.own_server:Missing", "doors.own_server has no function Missing"),
+        ("doors.own_server:Missing", "doors.own_server has no class Missing"),
         ("doors.own_server:serve", "sampler.protocol.url: serve has no such option"),
     ],
 )

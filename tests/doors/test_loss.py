@@ -122,7 +122,7 @@ def test_a_supervised_loss_needs_no_advantage(tiny_model: Callable[[str], Path],
         ("{type: custom, function: doors.toy_losses:Saturating, options: {sharpnes: 1.0}}", "did you mean sharpness?"),
         ("{type: custom, function: doors.toy_losses:Saturating, options: {sharpness: soft}}", "options.sharpness"),
         ("{type: custom, function: doors.toy_losses:Saturating}", "options.sharpness"),
-        ("{type: custom, function: doors.toy_losses:Absent}", "has no function Absent"),
+        ("{type: custom, function: doors.toy_losses:Absent}", "has no class Absent"),
         ("{type: custom, function: doors.nowhere:Absent}", "No module named 'doors.nowhere'"),
         (
             "{type: custom, function: doors.toy_losses:Imitation, off_policy_mask: 0.1}",

@@ -1,5 +1,6 @@
 """Training from Python: `train` and its result."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +63,11 @@ def configured(config: Config | str | Path, objects: Mapping[str, Any] | None = 
         loaded = Config(**options).changed(objects) if objects else config
         if needs_reward(loaded):
             raise ConfigError(f"Config: {NEEDS_REWARD}")
-    else:
+    elif isinstance(config, str | os.PathLike):
         loaded = load_with(config, objects or {})
+    else:
+        problem = f"a configuration is a Config or the path of a YAML file, and not of type {type(config).__name__}"
+        raise ConfigError(f"{problem}: write Config(**options)" if isinstance(config, dict) else problem)
     check_secrets(loaded, Path("Config") if isinstance(config, Config) else Path(config))
     return loaded
 

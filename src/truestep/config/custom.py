@@ -126,7 +126,8 @@ def load_custom(option: str, name: str) -> Any:
         raise CustomError(f"{option} {name!r}: {problem}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
-        raise CustomError(f"{option} {name!r}: {module_name} has no function {attribute}")
+        kind = "class" if attribute[:1].isupper() else "function"
+        raise CustomError(f"{option} {name!r}: {module_name} has no {kind} {attribute}")
     package = sys.modules.get(module_name.partition(".")[0])
     for directory in getattr(package, "__path__", ()):
         _own_directories.add(str(Path(directory)) + os.sep)

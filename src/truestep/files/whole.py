@@ -137,7 +137,7 @@ def exact_object(line: bytes, *, lenient: bool = False) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise LineError(f"not UTF-8 at its byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
-        raise LineError(f"not JSON: {error.msg} at its column {error.colno}") from None
+        raise LineError(f"not JSON: {error.msg.removesuffix(' at')} at its column {error.colno}") from None
     except RecursionError:
         raise LineError(f"nested deeper than {DEEPEST} levels") from None
     except LineError:

@@ -66,7 +66,7 @@ from truestep.step.update.optimizer import StateError, restore_optimizer
 from truestep.text import keep_secrets_of, printable, shown
 from truestep.types import Rejected
 from truestep.weights.digests import Trace
-from truestep.weights.errors import ModelError
+from truestep.weights.errors import ModelError, RuinedError
 from truestep.weights.remote_parts import from_keepers
 from truestep.weights.tensor_parts import StoredTensors
 
@@ -387,8 +387,10 @@ def policy_of(
         config = config if base == config.model.path else config.changed({"model.path": base})
     try:
         policy = make_policy(config, ranks, None if checkpoint is None else str(checkpoint))
-    except ModelError as error:
-        raise error if checkpoint is None else _damaged(checkpoint, error) from error
+    except ModelError as error:  # of weights, or of options that do not fit the checkpoint, the ranks or the machine
+        if checkpoint is None or not (isinstance(error, RuinedError) or from_keepers(checkpoint)):
+            raise
+        raise _damaged(checkpoint, error) from error
     if rates is not None:
         policy.facts = policy.facts.measured(rates.attention_slowness(config.model.attention))
     return policy

@@ -220,6 +220,8 @@ class Trainer:
             if self.memory is not None:
                 self._keep_in_memory(self.memory)
             self._long_lived.step_made()
+        if self.steps < self.step:
+            return f"the run has made {self.step} steps already, and schedule.steps is {self.steps}"
         return f"all {self.steps} steps are done"
 
     def _put_rejected(self, rejected: Sequence[Rejected]) -> None:

@@ -115,7 +115,9 @@ def _checkpoint_of(source: Path) -> Path:
         return source
     latest = CheckpointStore(RunDirectory(source).checkpoints, keep=1).latest()
     if latest is None:
-        raise ExportError(f"{source} is neither a checkpoint nor a run's directory with a complete checkpoint")
+        inside = sorted(path.parent for path in source.glob("step-*/*config.json"))  # where a Session saved
+        hint = f". It holds checkpoints: name one, such as {inside[-1]}" if inside else ""
+        raise ExportError(f"{source} is neither a checkpoint nor a run's directory with a complete checkpoint{hint}")
     return latest
 
 

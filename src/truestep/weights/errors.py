@@ -10,6 +10,10 @@ class ModelError(TruestepError):
     """Raised if a model cannot be trained, or not over these ranks. The message says why."""
 
 
+class RuinedError(ModelError):
+    """Raised if the weights themselves cannot be used, whatever the options and the machine."""
+
+
 def no_model(directory: Path) -> str:
     """Return the error message for a directory without a model, with advice if it looks like a hub name."""
     problem = f"model.path: {directory} is not a Hugging Face model directory: it has no config.json"

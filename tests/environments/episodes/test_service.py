@@ -403,7 +403,7 @@ def test_a_run_that_is_killed_takes_its_episodes_with_it(isolation: str) -> None
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("environments_of_tests:Nobody", "has no function Nobody"),
+        ("environments_of_tests:Nobody", "has no class Nobody"),
         ("no_such_module:Environment", "No module named 'no_such_module'"),
         ("environments_of_tests:Options", "its options do not fit: missing a required argument: 'needed'"),
         ("environments_of_tests:until", "has no function until"),

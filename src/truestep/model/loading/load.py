@@ -50,7 +50,7 @@ from truestep.ranks.exchange import TokenExchange
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 from truestep.types import RouteShape
-from truestep.weights.errors import ModelError
+from truestep.weights.errors import ModelError, RuinedError
 from truestep.weights.finite import named_by_all, not_finite, some
 from truestep.weights.layers import layers_of
 from truestep.weights.lazy import place_buffers, read_parameters
@@ -150,7 +150,7 @@ class Loading:
     def refuse(self, odd: Sequence[str]) -> None:
         """Refuse the model if tensors (named in `odd`) are not finite."""
         if odd:
-            raise ModelError(f"model.path: {self.directory} has {some(odd)} with values that are not finite")
+            raise RuinedError(f"model.path: {self.directory} has {some(odd)} with values that are not finite")
 
 
 def load_policy(path: str | Path, options: LoadOptions | None = None, **named: Any) -> Policy:

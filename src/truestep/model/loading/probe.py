@@ -26,7 +26,7 @@ from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 from truestep.rollouts.packing import pack_tokens
 from truestep.types import PackedTokens
-from truestep.weights.errors import ModelError
+from truestep.weights.errors import ModelError, RuinedError
 from truestep.weights.finite import largest
 
 FLOAT32_TOLERANCE = 1e-4
@@ -72,7 +72,7 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
         alone = _alone(model, documents, device)
     if not alone.isfinite().all():
         size, where = largest(dict(model.named_parameters()), ALONE)
-        raise ModelError(
+        raise RuinedError(
             f"{name}: its hidden states are not finite, also with transformers' own attention: its weights are ruined. "
             f"The largest number among them is {size:.1e}, in {where}"
         )

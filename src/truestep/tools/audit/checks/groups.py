@@ -208,7 +208,8 @@ def advantages(dump: Dump) -> Iterator[Evidence]:
     sizes = np.bincount(groups[groups >= 0], minlength=int(groups.max(initial=-1)) + 1)
     seen = sizes[sizes > 0]
     usual = int(np.bincount(seen).argmax()) if len(seen) else 0
-    full = usable & (sizes[np.maximum(groups, 0)] >= max(2, usual))
+    whole = (sizes >= max(2, usual)) & (np.bincount(groups[usable], minlength=len(sizes)) == sizes)
+    full = usable & whole[np.maximum(groups, 0)]
     chosen = np.flatnonzero(full)
     if len(chosen) < 8:
         return

@@ -94,8 +94,9 @@ def samples_of_kept(row: Mapping[str, Any], file: str, line: int) -> Iterator[Sa
     ratios = fit.whole(ratios, "token_log_ratios")
     length = whole(row.get("length")) or 0
     advantage = array(row.get("token_advantages"), "token_advantages")
+    advantage = fit.whole(advantage, "token_advantages")
     if advantage is None and (one := score(row.get("advantage"))) is not None:
-        advantage = np.full(kept, one)
+        advantage = np.full(max(1, kept), one)  # a row without tokens has an advantage too
     entropy = number(row.get("entropy"))
     yield Sample(
         file,
@@ -105,7 +106,7 @@ def samples_of_kept(row: Mapping[str, Any], file: str, line: int) -> Iterator[Sa
         mask=np.ones(kept, np.bool_) if kept else None,
         logprobs=None if trainer is None or ratios is None else trainer - ratios,
         trainer=trainer,
-        advantages=fit.whole(advantage, "token_advantages"),
+        advantages=advantage,
         reward=score(row.get("reward")),
         parts=parts(row.get("rewards")),
         group=text(row.get("group_id")),
