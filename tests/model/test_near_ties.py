@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from families.tiny_families import tiny_family
+from families import tiny_families
 from truestep.generate.engine import forward
 from truestep.generate.engine.engine import Engine, engine_of
 from truestep.model.experts import routers
@@ -28,7 +28,11 @@ from truestep.weights.errors import ModelError
 
 def mixture(path: Path, family: str) -> None:
     """Write a tiny model whose experts decide most of its hidden states."""
-    tiny_family(path, family)
+    with pytest.MonkeyPatch.context() as patch:
+        if family == "gemma4_text":
+            own = tiny_families.OWN[family] | {"enable_moe_block": True, "top_k_experts": 2}
+            patch.setitem(tiny_families.OWN, family, own)
+        tiny_families.tiny_family(path, family)
     file = path / "model.safetensors"
     tensors = {
         name: value * 30 if "experts" in name and "down_proj" in name and "bias" not in name else value
@@ -53,7 +57,10 @@ def changed(model: Any, when: Callable[[], bool], case: str) -> Iterator[None]:
             return None
         return (logits + 0.01, scores, index) if "logits" in case else (logits, scores, others(index, logits.shape[1]))
 
-    hooks = [routed.router.register_forward_hook(change) for routed in routers.routed_in(model)]
+    known = [routed.router for routed in routers.routed_in(model)]
+    named = [m for n, m in model.named_modules() if n.endswith((".router", ".mlp.gate"))]  # not all are known
+    hooks = [router.register_forward_hook(change) for router in known or named]
+    assert hooks
     try:
         yield
     finally:
@@ -61,7 +68,7 @@ def changed(model: Any, when: Callable[[], bool], case: str) -> Iterator[None]:
             hook.remove()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h", "gemma4_text", "hunyuan_v1_moe", "afmoe"])
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from truestep.model.experts.grouped import is_experts
 from truestep.model.experts.routers import routed_in
 
 # The results of each layer's router for all tokens, by the name of the layer's experts: logits, scores and experts.
@@ -23,13 +24,13 @@ def routes_kept(model: Any) -> Iterator[Routes]:
     routes: Routes = {}
 
     def keep(name: str, result: Any) -> None:
-        if isinstance(result, tuple) and all(torch.is_tensor(part) and part.ndim == 2 for part in result):
+        if _is_choice(result):
             before = routes.get(name, tuple(part[:0] for part in result))
             routes[name] = tuple(map(torch.cat, zip(before, result, strict=True)))
 
     hooks = [
-        routed.router.register_forward_hook(lambda _, __, result, name=routed.name: keep(name, result))
-        for routed in routed_in(model)
+        router.register_forward_hook(lambda _, __, result, name=name: keep(name, result))
+        for name, router in _routers_in(model)
     ]
     try:
         yield routes
@@ -46,7 +47,7 @@ def routes_given(model: Any, routes: Routes, part: int = 0) -> Iterator[list[tor
     apart: list[torch.Tensor] = []
 
     def give(name: str, own: Any) -> Any:
-        if name not in routes:
+        if name not in routes or not _is_choice(own):
             return None
         count, total = len(own[0]), len(routes[name][0])
         start = 0 if count >= total else part * count
@@ -56,11 +57,34 @@ def routes_given(model: Any, routes: Routes, part: int = 0) -> Iterator[list[tor
         return tuple(torch.cat([each, mine[len(each) :]]) for each, mine in zip(given, own, strict=True))
 
     hooks = [
-        routed.router.register_forward_hook(lambda _, __, result, name=routed.name: give(name, result))
-        for routed in routed_in(model)
+        router.register_forward_hook(lambda _, __, result, name=name: give(name, result))
+        for name, router in _routers_in(model)
     ]
     try:
         yield apart
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _routers_in(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield routers with the names of their layers' experts. Beside experts whose router `routed_in` does not know,
+    each module may be the router: its result tells."""
+    known = {routed.name: routed.router for routed in routed_in(model)}
+    for block_name, block in model.named_modules():
+        children = dict(block.named_children())
+        for child_name, experts in children.items():
+            name = f"{block_name}.{child_name}"
+            if name in known:
+                yield name, known[name]
+            elif is_experts(experts):
+                yield from ((name, module) for module in children.values() if module is not experts)
+
+
+def _is_choice(result: Any) -> bool:
+    """Tell whether a module returned logits (or probabilities), scores and experts, each a matrix."""
+    if not (isinstance(result, tuple) and len(result) == 3):
+        return False
+    if not all(torch.is_tensor(part) and part.ndim == 2 for part in result):
+        return False
+    return result[1].shape == result[2].shape and not result[2].is_floating_point()
