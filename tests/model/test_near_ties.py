@@ -18,10 +18,10 @@ from families import tiny_families
 from truestep.generate.engine import forward
 from truestep.generate.engine.engine import Engine, engine_of
 from truestep.model.experts import routers
-from truestep.model.experts.routing import RoutedLayer
+from truestep.model.experts.routing import ExpertSettings, RoutedLayer
 from truestep.model.loading import load, probe
 from truestep.model.loading.load import load_policy
-from truestep.model.loading.same_experts import routes_given, routes_kept
+from truestep.model.loading.same_experts import _routers_in, routes_given, routes_kept
 from truestep.model.policy import Policy
 from truestep.weights.errors import ModelError
 
@@ -145,6 +145,34 @@ def test_the_engine_serves_a_mixture_whichever_experts_rounding_chooses(
         expected = pytest.raises(forward.UnservedError, match="its hidden states differ by")
     with torch.no_grad(), expected:
         forward.probe(policy, engine.layers, engine.device.page_size)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "afmoe", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["experts are given", "routers choose"])
+def test_the_engine_serves_a_mixture_whose_experts_are_not_replayed(
+    family: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers of two families cannot be given experts; the third's may not."""
+    mixture(tmp_path, family)
+    policy = load_policy(tmp_path, dtype="float32", device="cpu", experts=ExpertSettings(replay="off"))
+    sampling, run = False, forward.run_model
+
+    def run_model(*given: Any) -> torch.Tensor:
+        nonlocal sampling
+        sampling = True
+        try:
+            return run(*given)
+        finally:
+            sampling = False
+
+    monkeypatch.setattr(forward, "run_model", run_model)
+    if case == "routers choose":
+        monkeypatch.setattr(forward, "routes_given", lambda *_: nullcontext([]))
+    with changed(policy.model, lambda: sampling, case):
+        engine = engine_of(policy)
+    assert isinstance(engine, Engine) == (case == "experts are given"), engine
+    routed = [module for _, module in _routers_in(policy.model)]
+    assert all(len(module._forward_hooks) == 0 for module in routed)
 
 
 @pytest.mark.parametrize(("ranks", "padding"), [(1, 0), (2, 0), (2, 1), (3, 2)])

@@ -268,14 +268,14 @@ def lack_an_engine(model: Path, expected: list[Completion]) -> None:
     """The last rank alone finds that the engine does not serve the model."""
     ranks = joined(tensor=2)
     policy = load_policy(model, ranks=ranks)
-    honest = engine_module.probe
+    honest = engine_module.probe_plainly
 
     def planted(*arguments: Any) -> None:
         honest(*arguments)
         if not ranks.first:
             raise UnservedError("planted")
 
-    engine_module.probe = planted
+    engine_module.probe_plainly = planted
     for mine, theirs in zip(decode(policy, asked(), PLAIN), expected, strict=True):
         same(mine, theirs)
     assert engine_of(policy) == ("another tensor rank has no engine" if ranks.first else "planted")

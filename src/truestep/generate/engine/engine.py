@@ -42,7 +42,7 @@ from truestep.generate.engine.cache import (
 from truestep.generate.engine.device import Result, device_of
 from truestep.generate.engine.draw import key_of
 from truestep.generate.engine.exact import choose_exactly, chunks_pass, exact_device, make_exact, rows_pass
-from truestep.generate.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
+from truestep.generate.engine.forward import compiled_layers, paged, probe_plainly, run_model, shapes_of
 from truestep.generate.engine.graphs import MOST_GRAPHED, FlatPrompts, Graphs, size_for
 from truestep.generate.engine.recur import RowStates
 from truestep.generate.engine.routes import RouteStage, as_experts
@@ -151,7 +151,7 @@ class Engine:
                     f"sampler.exact: layers that keep a state add up in another order when they decode than when they "
                     f"read a whole document: {', '.join(kinds)}"
                 )
-            probe(policy, self.layers, self.device.page_size)
+            probe_plainly(policy, self.layers, self.device.page_size)
             if self.device.place.type == "cuda":
                 from truestep.generate.engine.serving import serve_with_kernels
 

@@ -27,6 +27,7 @@ from truestep.generate.engine.cache import LayerShape, PagedCache
 from truestep.generate.engine.recur import RecordedStates, RowStates
 from truestep.model.experts.routing import Recorder
 from truestep.model.fast import compiled as compiled_code
+from truestep.model.loading.same_experts import routes_given, routes_kept
 from truestep.model.mixers import attention
 from truestep.model.mixers.recurrence import LayerState
 from truestep.model.policy import Policy
@@ -155,11 +156,34 @@ def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
         run_model(policy, torch.zeros(prompts * each, dtype=torch.int64, device=policy.device), step.positions, step)
 
 
+def probe_plainly(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
+    """`probe` without compiled code. Experts are replayed also where the policy's routers cannot be given them: by
+    hooks, which compiled code would ignore or keep."""
+    replays = policy.routing is not None and policy.routing.replays
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        ids = _probe_ids(policy)
+        if replays:
+            probe(policy, layers, page_size)
+            return
+        with routes_kept(policy.model) as kept:
+            passes = _probe_passes(policy, layers, page_size, ids)
+        ends = len(ids) - _PROBE_CHUNKS[-1]  # each of these tokens was decoded in two rows, of which one counts
+        rows = [*range(_PROBE_CHUNKS[-1]), *(_PROBE_CHUNKS[-1] + 2 * number for number in range(ends))]
+        routes = {name: tuple(part[rows] for part in parts) for name, parts in kept.items()}
+        stack.enter_context(routes_given(policy.model, routes, policy.weights.ranks.place_on("tensor")))
+        _compare_passes(policy, ids, passes, None)
+
+
+def _probe_ids(policy: Policy) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, policy.vocabulary_size, _PROBE_TOKENS)
+
+
 def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     """Compare the engine's hidden states with those of training on a few tokens. Raise `UnservedError` if they
     differ. Training computes the experts that the engine's tokens had: where a router's scores nearly tie, rounding
     alone decides."""
-    ids = np.random.default_rng(0).integers(0, policy.vocabulary_size, _PROBE_TOKENS)
+    ids = _probe_ids(policy)
     chosen: dict[int, list[torch.Tensor]] = defaultdict(list)  # experts of the tokens of each pass, by layer
     with ExitStack() as stack:
         if policy.routing is not None and policy.routing.replays:
@@ -171,10 +195,14 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
         torch.cat([index[:count] for index, count in zip(each, counts, strict=True)])
         for _, each in sorted(chosen.items())
     ]
+    _compare_passes(policy, ids, passes, torch.stack(routes, dim=1) if routes else None)
+
+
+def _compare_passes(policy: Policy, ids: np.ndarray, passes: list[torch.Tensor], routes: torch.Tensor | None) -> None:
     # Without context parallelism, because not all context ranks may be sampling. All tensor ranks are, and each has a
     # share of the tokens.
     packed = pack_tokens([ids], policy.weights.ranks.tensor)
-    expected = policy.hidden_alone(packed, torch.stack(routes, dim=1) if routes else None).float()[: len(ids)]
+    expected = policy.hidden_alone(packed, routes).float()[: len(ids)]
     difference = (torch.cat(passes).float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)
     worst = float(difference.max())
     allowed = _TOLERANCE.get(policy.weights.dtype, _HALF_TOLERANCE)
