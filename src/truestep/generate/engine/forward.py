@@ -157,21 +157,18 @@ def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
 
 
 def probe_plainly(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
-    """`probe` without compiled code. Experts are replayed also where the policy's routers cannot be given them: by
-    hooks, which compiled code would ignore or keep."""
-    replays = policy.routing is not None and policy.routing.replays
-    with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        ids = _probe_ids(policy)
-        if replays:
-            probe(policy, layers, page_size)
-            return
-        with routes_kept(policy.model) as kept:
-            passes = _probe_passes(policy, layers, page_size, ids)
-        ends = len(ids) - _PROBE_CHUNKS[-1]  # each of these tokens was decoded in two rows, of which one counts
-        rows = [*range(_PROBE_CHUNKS[-1]), *(_PROBE_CHUNKS[-1] + 2 * number for number in range(ends))]
-        routes = {name: tuple(part[rows] for part in parts) for name, parts in kept.items()}
-        stack.enter_context(routes_given(policy.model, routes, policy.weights.ranks.place_on("tensor")))
+    """`probe`, while no layer is compiled. Experts are then replayed also where the policy's routers cannot be given
+    them: by hooks, which compiled code would ignore or keep."""
+    if policy.routing is not None and policy.routing.replays:
+        probe(policy, layers, page_size)
+        return
+    ids = _probe_ids(policy)
+    with routes_kept(policy.model) as kept:
+        passes = _probe_passes(policy, layers, page_size, ids)
+    ends = len(ids) - _PROBE_CHUNKS[-1]  # each of these tokens was decoded in two rows, of which one counts
+    rows = [*range(_PROBE_CHUNKS[-1]), *(_PROBE_CHUNKS[-1] + 2 * number for number in range(ends))]
+    routes = {name: tuple(part[rows] for part in parts) for name, parts in kept.items()}
+    with routes_given(policy.model, routes, policy.weights.ranks.place_on("tensor")):
         _compare_passes(policy, ids, passes, None)
 
 
