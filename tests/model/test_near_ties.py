@@ -108,6 +108,21 @@ def test_a_mixture_is_loaded_whichever_experts_rounding_chooses(
         load_policy(tmp_path, dtype=dtype, device="cpu")
 
 
+class Sampling:
+    """Whether the engine runs the model, whose positions it may be given wrongly."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, positions: int = 1):
+        self.now, self._run, self._positions = False, forward.run_model, positions
+        monkeypatch.setattr(forward, "run_model", self._run_model)
+
+    def _run_model(self, policy: Policy, ids: Any, positions: Any, step: Any) -> torch.Tensor:
+        self.now = True
+        try:
+            return self._run(policy, ids, self._positions * positions, step)
+        finally:
+            self.now = False
+
+
 def served(policy: Policy) -> Engine:
     engine = engine_of(policy)
     assert isinstance(engine, Engine), engine
@@ -122,20 +137,12 @@ def test_the_engine_serves_a_mixture_whichever_experts_rounding_chooses(
     mixture(tmp_path, family)
     policy = load_policy(tmp_path, dtype="float32", device="cpu")
     engine = served(policy)
-    sampling, run, choose = False, forward.run_model, RoutedLayer.choose
-
-    def run_model(policy: Policy, ids: Any, positions: Any, step: Any) -> torch.Tensor:
-        nonlocal sampling
-        sampling = True
-        try:
-            return run(policy, ids, positions * 2 if case == "positions are wrong" else positions, step)
-        finally:
-            sampling = False
+    sampling = Sampling(monkeypatch, positions=2 if case == "positions are wrong" else 1)
+    choose = RoutedLayer.choose
 
     def another(self: RoutedLayer, own: torch.Tensor) -> torch.Tensor:
-        return choose(self, others(own, self.experts) if sampling else own)
+        return choose(self, others(own, self.experts) if sampling.now else own)
 
-    monkeypatch.setattr(forward, "run_model", run_model)
     monkeypatch.setattr(RoutedLayer, "choose", another)
     if case == "routers choose":
         hidden = Policy.hidden_alone
@@ -155,20 +162,10 @@ def test_the_engine_serves_a_mixture_whose_experts_are_not_replayed(
     """Routers of two families cannot be given experts; the third's may not."""
     mixture(tmp_path, family)
     policy = load_policy(tmp_path, dtype="float32", device="cpu", experts=ExpertSettings(replay="off"))
-    sampling, run = False, forward.run_model
-
-    def run_model(*given: Any) -> torch.Tensor:
-        nonlocal sampling
-        sampling = True
-        try:
-            return run(*given)
-        finally:
-            sampling = False
-
-    monkeypatch.setattr(forward, "run_model", run_model)
+    sampling = Sampling(monkeypatch)
     if case == "routers choose":
         monkeypatch.setattr(forward, "routes_given", lambda *_: nullcontext([]))
-    with changed(policy.model, lambda: sampling, case):
+    with changed(policy.model, lambda: sampling.now, case):
         engine = engine_of(policy)
     assert isinstance(engine, Engine) == (case == "experts are given"), engine
     routed = [module for _, module in _routers_in(policy.model)]

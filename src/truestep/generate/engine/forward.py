@@ -27,7 +27,7 @@ from truestep.generate.engine.cache import LayerShape, PagedCache
 from truestep.generate.engine.recur import RecordedStates, RowStates
 from truestep.model.experts.routing import Recorder
 from truestep.model.fast import compiled as compiled_code
-from truestep.model.loading.same_experts import routes_given, routes_kept
+from truestep.model.loading.same_experts import differences, routes_given, routes_kept
 from truestep.model.mixers import attention
 from truestep.model.mixers.recurrence import LayerState
 from truestep.model.policy import Policy
@@ -165,8 +165,8 @@ def probe_plainly(policy: Policy, layers: list[LayerShape], page_size: int) -> N
     ids = _probe_ids(policy)
     with routes_kept(policy.model) as kept:
         passes = _probe_passes(policy, layers, page_size, ids)
-    ends = len(ids) - _PROBE_CHUNKS[-1]  # each of these tokens was decoded in two rows, of which one counts
-    rows = [*range(_PROBE_CHUNKS[-1]), *(_PROBE_CHUNKS[-1] + 2 * number for number in range(ends))]
+    first = _PROBE_CHUNKS[-1]  # from here each token was decoded in two rows, of which one counts
+    rows = [*range(first), *range(first, 2 * len(ids) - first, 2)]
     routes = {name: tuple(part[rows] for part in parts) for name, parts in kept.items()}
     with routes_given(policy.model, routes, policy.weights.ranks.place_on("tensor")):
         _compare_passes(policy, ids, passes, None)
@@ -196,12 +196,12 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
 
 
 def _compare_passes(policy: Policy, ids: np.ndarray, passes: list[torch.Tensor], routes: torch.Tensor | None) -> None:
+    """Raise if the hidden states of the engine's passes are not those of training with these experts."""
     # Without context parallelism, because not all context ranks may be sampling. All tensor ranks are, and each has a
     # share of the tokens.
     packed = pack_tokens([ids], policy.weights.ranks.tensor)
-    expected = policy.hidden_alone(packed, routes).float()[: len(ids)]
-    difference = (torch.cat(passes).float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)
-    worst = float(difference.max())
+    expected = policy.hidden_alone(packed, routes)[: len(ids)]
+    worst = float(differences(torch.cat(passes), expected).max())
     allowed = _TOLERANCE.get(policy.weights.dtype, _HALF_TOLERANCE)
     if not worst <= allowed:
         raise UnservedError(f"with the paged KV cache its hidden states differ by {worst:.0e} from those of training")

@@ -15,7 +15,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ from truestep.generate.engine.team import Team
 from truestep.generate.engine.waves import Waves
 from truestep.generate.generator import Completion, Generate, OnTokens, Request, pass_on, run_all
 from truestep.generate.parts import Part, current_part, working_on
+from truestep.metrics.spent import Stopwatch
 from truestep.model.policy import Policy
 from truestep.process import progress
 from truestep.rollouts.source import Interrupted, never
@@ -37,6 +38,7 @@ from truestep.rollouts.source import Interrupted, never
 T = TypeVar("T")
 R = TypeVar("R")
 
+_IDLE = "idle"  # the name of the time in which nothing could be computed
 _POLL_SECONDS = 0.2  # seconds between checks whether the run was asked to stop
 _TEAM_POLL_SECONDS = 0.01  # seconds between the times at which waiting tensor ranks look for new rounds together
 _STEPS = 8  # engine steps between the times at which computing tensor ranks look for new rounds together
@@ -161,7 +163,8 @@ class _Mapping:
         self._news = News()
         self._rounds = Rounds(self._ranks, self._changed)
         self._start = self._last_end = time.perf_counter()
-        self._idle = self._waited = 0.0  # seconds with nothing to compute: until the last completion ended, and in all
+        self._waits = Stopwatch()
+        self._idle = 0.0  # seconds with nothing to compute, until the last completion ended
         self._asked_at = time.monotonic()  # time of the last check whether the run was asked to stop
 
     def call(self, function: Callable[[], None]) -> None:
@@ -301,7 +304,8 @@ class _Mapping:
     def _end(self, key: Key, completion: Completion) -> None:
         """Pass on a completion: at once to this rank's own tasks, and in the next round to those of others."""
         completion = replace(completion, versions=[self._owner.version] * len(completion.token_ids))
-        self._last_end, self._idle = time.perf_counter(), self._waited
+        self._last_end = time.perf_counter()
+        self._idle += self._waits.drain().get(_IDLE, 0.0)
         self._streams.pop(key, None)
         ask = self._asks.pop(key, None)
         if ask is not None:
@@ -323,7 +327,7 @@ class _Mapping:
         """Wait for requests, or for other ranks, while nothing is computed."""
         seconds = _POLL_SECONDS if self._team.size == 1 else _TEAM_POLL_SECONDS
         what = progress.OTHER_RANKS if task.done() else "rewards"
-        with self._waiting(), progress.waiting_for(what), progress.working("rating", "rewards"):
+        with self._waits.measure(_IDLE), progress.waiting_for(what), progress.working("rating", "rewards"):
             while not self._changed.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), seconds)
@@ -335,14 +339,6 @@ class _Mapping:
                 if self._team.size > 1:
                     return
         self._changed.clear()
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waited += time.perf_counter() - begun
 
     def _note_spent(self) -> None:
         sampling, rating = self._last_end - self._start, time.perf_counter() - self._last_end

@@ -18,7 +18,7 @@ from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
 from truestep.model import handed
 from truestep.model.cuts.stages import Stages, stages_of
-from truestep.model.loading.same_experts import Routes, routes_given, routes_kept
+from truestep.model.loading.same_experts import Routes, differences, routes_given, routes_kept
 from truestep.model.mixers.context_parallel import Context
 from truestep.model.policy import packed_hidden, plain_attention, stage_hidden
 from truestep.ranks.exchange import gather_same
@@ -198,17 +198,13 @@ def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> t
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the largest relative difference among tokens. An average could hide one short wrong document."""
-    return _worst(_differences(ours, theirs))
+    return _worst(differences(ours, theirs))
 
 
-def _differences(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    return (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
-
-
-def _worst(differences: torch.Tensor) -> float:
-    if not len(differences):
+def _worst(found: torch.Tensor) -> float:
+    if not len(found):
         return 0.0
-    return float(differences.max()) if not differences.isnan().any() else float("nan")
+    return float(found.max()) if not found.isnan().any() else float("nan")
 
 
 def _compare(
@@ -219,7 +215,7 @@ def _compare(
     allowed: float = FLOAT32_TOLERANCE,
 ) -> None:
     """Raise if hidden states differ, or routers' logits, by their relative differences `apart`."""
-    difference = _worst(torch.cat([_differences(ours, theirs), *(each.to(ours.device) for each in apart)]))
+    difference = _worst(torch.cat([differences(ours, theirs), *(each.to(ours.device) for each in apart)]))
     if not difference <= allowed:
         raise ModelError(
             f"{what} than transformers does on the same document (relative difference {difference:.1e}, at most "

@@ -5,7 +5,7 @@ experts compute, and one other expert is an error far above those of rounding. S
 pass, and given to the tokens of the other. What the routers of the other pass compute themselves is compared, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,15 +28,8 @@ def routes_kept(model: Any) -> Iterator[Routes]:
             before = routes.get(name, tuple(part[:0] for part in result))
             routes[name] = tuple(map(torch.cat, zip(before, result, strict=True)))
 
-    hooks = [
-        router.register_forward_hook(lambda _, __, result, name=name: keep(name, result))
-        for name, router in _routers_in(model)
-    ]
-    try:
+    with _asked(model, keep):
         yield routes
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -52,16 +45,28 @@ def routes_given(model: Any, routes: Routes, part: int = 0) -> Iterator[list[tor
         count, total = len(own[0]), len(routes[name][0])
         start = 0 if count >= total else part * count
         given = tuple(each[start : start + count] for each in routes[name])
-        right = given[0].float()
-        apart.append((own[0][: len(right)].float() - right).norm(dim=-1) / right.norm(dim=-1).clamp(min=1e-12))
+        apart.append(differences(own[0][: len(given[0])], given[0]))
         return tuple(torch.cat([each, mine[len(each) :]]) for each, mine in zip(given, own, strict=True))
 
+    with _asked(model, give):
+        yield apart
+
+
+def differences(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Return the difference of each token's values, relative to the size of `theirs`: [T, H], [T, H] -> [T]."""
+    return (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
+
+
+@contextmanager
+def _asked(model: Any, answer: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Call `answer` with each router's layer and result within the block. What it returns, if not None, is the
+    router's result."""
     hooks = [
-        router.register_forward_hook(lambda _, __, result, name=name: give(name, result))
+        router.register_forward_hook(lambda _, __, result, name=name: answer(name, result))
         for name, router in _routers_in(model)
     ]
     try:
-        yield apart
+        yield
     finally:
         for hook in hooks:
             hook.remove()
