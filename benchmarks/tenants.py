@@ -121,7 +121,7 @@ class Measured:
     name: str
     steps: list[float]
     reads: list[float]  # in which documents are read
-    launching: list[float]  # seconds of the processor, of the thread that launches kernels
+    processor: list[float]  # seconds of the processor, of the thread that launches kernels
 
 
 class Clock(Observer):
@@ -174,8 +174,8 @@ def in_turn(config: Config, folder: Path, found: Sequence[dict[str, Any]], given
     for _ in range(given.turns):
         runs += [by_train(config, folder), by_session(config, found, given)]
     for run in runs:
-        launching = statistics.median(run.launching)
-        print(f"  {run.name}: {statistics.median(run.steps):.3f} s, {launching:.3f} of the processor")
+        step, processor = map(statistics.median, (run.steps, run.processor))
+        print(f"  {run.name}: {step:.3f} s, {processor:.3f} of the processor")
 
     def middle(name: str, of: Callable[[Measured], list[float]]) -> float:
         return statistics.median(second for run in runs if run.name == name for second in of(run))
