@@ -118,33 +118,48 @@ def test_ranks_of_a_machine_that_is_cut_off_end_before_their_agent(
     assert read_timeout(size, stall_timeout) > waited + elastic.SECONDS_TO_LEAVE
 
 
+HEEDS = "trap 'echo told $CUDA_VISIBLE_DEVICES; exit 1' TERM"
 AGENTS = {
     "ends": "exit $((CUDA_VISIBLE_DEVICES * 3))",
-    "is told": "trap 'echo told $CUDA_VISIBLE_DEVICES; exit 1' TERM; echo there; while :; do sleep 0.05; done",
+    "is told": f"{HEEDS}; echo there; while :; do sleep 0.05; done",
+    "is told while it starts": f"{HEEDS}; [ $CUDA_VISIBLE_DEVICES != 0 ] || kill $PPID; while :; do sleep 0.05; done",
 }
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
-@pytest.mark.parametrize(("what", "code"), [("ends", 6), ("is told", 1)])
+@pytest.mark.parametrize(
+    ("what", "gpus", "code"), [("ends", 3, 6), ("is told", 3, 1), ("is told while it starts", 16, 1)]
+)
 def test_the_printed_line_has_the_agents_signals_and_exit_codes(
-    shell: str, what: str, code: int, tmp_path: Path
+    shell: str, what: str, gpus: int, code: int, tmp_path: Path
 ) -> None:
     """The shell is what SLURM and Kubernetes start and end."""
-    line = printed(tmp_path, "--hosts", "one", "--gpus", "3", "--least", "1").splitlines()[1]
+    line = printed(tmp_path, "--hosts", "one", "--gpus", str(gpus), "--least", "1").splitlines()[1]
     (tmp_path / "torchrun").write_text(f"#!/bin/sh\n{AGENTS[what]}\n")
     (tmp_path / "torchrun").chmod(0o700)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     heeds = partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)  # a shell cannot heed what it was started to ignore
-    with subprocess.Popen(
-        [shell, "-c", line], stdout=subprocess.PIPE, text=True, env=os.environ | path, preexec_fn=heeds
-    ) as started:
+    started = subprocess.Popen(
+        [shell, "-c", line],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | path,
+        preexec_fn=heeds,
+        start_new_session=True,
+    )
+    try:
         assert started.stdout is not None
         if what == "is told":
-            assert [started.stdout.readline() for _ in range(3)] == ["there\n"] * 3
+            assert [started.stdout.readline() for _ in range(gpus)] == ["there\n"] * gpus
             started.terminate()
-        assert started.wait(timeout=20) in (code, 128 + signal.SIGTERM if what == "is told" else code)
-        told = started.stdout.read().split("\n")
-    assert sorted(told) == (["", "told 0", "told 1", "told 2"] if what == "is told" else [""])
+        said = started.communicate(timeout=20)[0].split()
+        assert started.returncode in (code, 128 + signal.SIGTERM if "told" in what else code)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+    assert said.count("told") == (gpus if "told" in what else 0)
+    assert {word for word in said if word.isdigit()} == ({str(gpu) for gpu in range(gpus)} if "told" in what else set())
 
 
 def test_gpus_that_a_layout_needs_together_have_one_agent(tmp_path: Path) -> None:

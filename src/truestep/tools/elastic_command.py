@@ -24,6 +24,10 @@ RENDEZVOUS = {
 }
 _MARGIN = 15.0  # seconds
 _THREADS = "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"  # torchrun sets it for several processes of an agent, not for one
+# A signal is kept until all agents have started: the shell does not know a process that it has just forked, and that
+# process forgets the signals of its first moments.
+_NOTE = "told=; trap told=1 TERM INT"
+_TELL = "sleep 1; trap 'kill -TERM $pids' TERM INT; [ -z \"$told\" ] || kill -TERM $pids"
 # Waits for all agents, also after a signal, which ends a `wait`; the exit code is the greatest of theirs.
 _WAIT = (
     "worst=0; for pid in $pids; do "
@@ -52,11 +56,10 @@ def elastic_commands(
     name = re.sub(r"[^\w-]", "-", Path(config.checkpoint.directory or "run").name)
     visible = [",".join(str(team * agent + gpu) for gpu in range(team)) for agent in range(each)]
     return [
-        f"pids=; trap 'kill -TERM $pids' TERM INT; "
-        f"for gpus in {' '.join(visible)}; do {OWN_STORE}=1 {_THREADS} CUDA_VISIBLE_DEVICES=$gpus "
+        f"{_NOTE}; pids=; for gpus in {' '.join(visible)}; do {OWN_STORE}=1 {_THREADS} CUDA_VISIBLE_DEVICES=$gpus "
         f"torchrun --nnodes {fewest}:{most} --nproc-per-node {team} --max-restarts {MAX_RESTARTS} "
         f"--rdzv-id {name} --rdzv-backend c10d --rdzv-endpoint {hosts[0]}:{port} --rdzv-conf {settings} "
-        f'--local-addr {host} -m {shlex.join(train)} & pids="$pids $!"; done; {_WAIT}'
+        f'--local-addr {host} -m {shlex.join(train)} & pids="$pids $!"; done; {_TELL}; {_WAIT}'
         for host in hosts
     ]
 
